@@ -1,0 +1,36 @@
+"""What a user is told when something cannot be done: one clear message and a documented exit code, no traceback.
+
+Every message names the field or file, the value, the rule it breaks, and the way out.
+"""
+
+from __future__ import annotations
+
+
+class UserError(Exception):
+    """An error of the user's making. ``exit_code`` is what the process returns (see ``docs/interface.md``)."""
+
+    exit_code = 1
+
+
+class ConfigError(UserError):
+    """The command or the configuration is wrong; nothing was started."""
+
+    exit_code = 2
+
+
+class DataError(UserError):
+    """The data cannot be used; the message names file and line."""
+
+    exit_code = 3
+
+
+class CheckpointError(UserError):
+    """A checkpoint cannot be used."""
+
+    exit_code = 4
+
+
+class DivergedError(UserError):
+    """Training diverged (NaN, or the loss scale at its minimum) beyond what the options allow."""
+
+    exit_code = 5
