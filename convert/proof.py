@@ -1,0 +1,98 @@
+"""Proof that a converted model is the model: both on the same tokens, the converted one loaded by transformers in a fresh process.
+
+``python -m trimegatron.convert.proof FOLDER TOKENS OUTPUT`` is that process.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from trimegatron.errors import CheckpointError
+from trimegatron.model.gpt import GPTStage
+
+
+@dataclass(frozen=True)
+class Proof:
+    """How close two models' logits are on the same tokens, both in fp32."""
+
+    max_difference: float
+    max_logit: float
+    greedy_agreement: float
+    num_tokens: int
+
+    @property
+    def holds(self) -> bool:
+        """Within rounding: 1e-5 of the largest logit, and no less than 1e-4 in itself."""
+        return self.max_difference <= 1e-5 * max(10.0, self.max_logit)
+
+    def __str__(self) -> str:
+        return (
+            f"max |Δlogit| {self.max_difference:.2e} (largest logit {self.max_logit:.2f}), "
+            f"greedy agreement {self.greedy_agreement:.2%} over {self.num_tokens} tokens"
+        )
+
+
+def prove(model: GPTStage, folder: Path, *, vocab_size: int, max_positions: int) -> Proof:
+    """Compare ``model`` (fp32) with the Hugging Face model in ``folder``, on two sequences of fixed random tokens.
+
+    Raises:
+        CheckpointError: transformers cannot load the folder; its message is passed on.
+    """
+    random = torch.Generator().manual_seed(1234)
+    tokens = torch.randint(vocab_size, (2, min(64, max_positions)), generator=random)
+    with torch.no_grad():
+        ours = model(tokens)[..., :vocab_size].transpose(0, 1)  # [b, s, v]
+    theirs = logits_in_a_fresh_process(folder, tokens)
+    if theirs.shape != ours.shape:
+        raise CheckpointError(f"the converted model gives logits of shape {list(theirs.shape)}, not {list(ours.shape)}")
+    return Proof(
+        max_difference=(ours - theirs).abs().max().item(),
+        max_logit=ours.abs().max().item(),
+        greedy_agreement=(ours.argmax(-1) == theirs.argmax(-1)).float().mean().item(),
+        num_tokens=tokens.numel(),
+    )
+
+
+def logits_in_a_fresh_process(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
+    """The logits [b, s, v] of the model in ``folder``, in fp32, by a process that knows nothing of this one and sees no network."""
+    with tempfile.TemporaryDirectory() as scratch:
+        tokens_file, output = Path(scratch) / "tokens.safetensors", Path(scratch) / "logits.safetensors"
+        save_file({"tokens": tokens}, tokens_file)
+        result = subprocess.run(
+            [sys.executable, "-m", "trimegatron.convert.proof", str(folder), str(tokens_file), str(output)],
+            env=os.environ | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if result.returncode != 0:
+            last = (result.stderr.strip().splitlines() or ["no message"])[-1]
+            raise CheckpointError(f"transformers cannot load the converted model in {folder}: {last}")
+        return load_file(output)["logits"]
+
+
+def main() -> None:
+    """The fresh process: load, run, write the logits."""
+    from transformers import AutoModelForCausalLM
+
+    folder, tokens_file, output = sys.argv[1:]
+    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    # What transformers would fill in by itself is no part of a conversion.
+    wrong = {kind: names for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") if (names := info.get(kind))}
+    if wrong:
+        sys.exit(f"the model's tensors do not match: {wrong}")
+    with torch.no_grad():
+        logits = model.eval()(load_file(tokens_file)["tokens"]).logits
+    save_file({"logits": logits.float().contiguous()}, output)
+
+
+if __name__ == "__main__":
+    main()

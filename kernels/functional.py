@@ -1,0 +1,247 @@
+"""The fused operations, forward and backward: what the model and the optimizer call.
+
+``impl`` chooses what runs: ``"auto"`` the Triton kernel for tensors on a GPU and the eager reference for those on a
+CPU, ``"triton"`` and ``"reference"`` that one. ``"triton"`` on a CPU needs Triton's interpreter
+(``TRITON_INTERPRET=1``) and is refused without it. Inputs may be fp32, bf16 or fp16 and of any layout; arithmetic is in
+fp32; outputs have the dtype of the first input, ``bias_dropout_add``'s that of the residual; gradients that of their
+tensor. Second derivatives through a kernel are refused.
+
+Legend: s sequence, b batch, h hidden, n heads, sq queries, sk keys.
+Dropout: a mask is a function of the seed and of where an element is, given by ``sample_numbers`` (int64 [b], on the
+tensors' device; None where nothing is dropped), site, layer, and global position, column and head; see ``philox.py``.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import Tensor
+
+from trimegatron.kernels import ops, philox, reference
+from trimegatron.kernels.adamw_scalars import NUM_ADAMW_SCALARS, AdamWScalar, adamw_scalars
+from trimegatron.kernels.philox import Site
+
+__all__ = [
+    "NUM_ADAMW_SCALARS",
+    "AdamWScalar",
+    "Site",
+    "adamw_scalars",
+    "adamw_step_",
+    "attention_dropout",
+    "bias_dropout_add",
+    "bias_gelu",
+    "layer_norm",
+    "scaled_causal_softmax",
+    "scaled_masked_softmax",
+    "sum_of_squares",
+    "uses_triton",
+]
+
+
+def uses_triton(impl: str, x: Tensor) -> bool:
+    """Whether ``impl`` means the Triton kernel for ``x``. Raises ValueError when it cannot be had."""
+    if impl == "auto":
+        return x.is_cuda
+    if impl == "reference":
+        return False
+    if impl != "triton":
+        raise ValueError(f'impl ("{impl}") must be "auto", "triton" or "reference".')
+    if not x.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(
+            f'impl ("triton") must have its tensors on a GPU; got {x.device}. '
+            'Use impl="auto" or "reference", or set TRITON_INTERPRET=1 for the interpreter (slow, for tests).'
+        )
+    return True
+
+
+def _check(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+def _check_columns(name: str, vector: Tensor, x: Tensor) -> None:
+    _check(
+        vector.shape == x.shape[-1:],
+        f"{name} ({list(vector.shape)}) must have the length of the input's last dimension; got {list(x.shape)}.",
+    )
+
+
+def _check_dropout(x: Tensor, batch: int, sample_numbers: Tensor | None, seed: int) -> None:
+    _check(sample_numbers is not None, "sample_numbers is needed where something is dropped.")
+    assert sample_numbers is not None
+    _check(
+        sample_numbers.dtype == torch.int64 and sample_numbers.shape == (batch,) and sample_numbers.device == x.device,
+        f"sample_numbers ({sample_numbers.dtype}, {list(sample_numbers.shape)}, {sample_numbers.device}) must be int64 "
+        f"of shape [{batch}] on {x.device}: the number of each sample of the batch over the whole run.",
+    )
+    _check(0 <= seed < 1 << 32, f"seed ({seed}) must be in [0, 2**32).")
+    return sample_numbers
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5, *, impl: str = "auto") -> Tensor:
+    """(x - mean) / sqrt(var + eps) · weight + bias over the last dimension, of any size.
+
+    Args:
+        x: [..., h].
+        weight, bias: [h], of one dtype, which may differ from x's.
+    """
+    _check_columns("weight", weight, x)
+    _check_columns("bias", bias, x)
+    _check(weight.dtype == bias.dtype, f"bias ({bias.dtype}) must have the weight's dtype ({weight.dtype}).")
+    if uses_triton(impl, x):
+        return ops.LayerNorm.apply(x, weight, bias, eps)
+    return reference.layer_norm(x, weight, bias, eps)
+
+
+def bias_gelu(x: Tensor, bias: Tensor, approximate: str = "tanh", *, impl: str = "auto") -> Tensor:
+    """gelu(x + bias) for x [..., h] and bias [h]; ``approximate`` is "tanh" or "none" (erf), as in PyTorch."""
+    _check_columns("bias", bias, x)
+    _check(approximate in ("tanh", "none"), f'approximate ("{approximate}") must be "tanh" or "none".')
+    if uses_triton(impl, x):
+        return ops.BiasGelu.apply(x, bias, approximate)
+    return reference.bias_gelu(x, bias, approximate)
+
+
+def bias_dropout_add(
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    *,
+    p: float,
+    seed: int,
+    sample_numbers: Tensor | None,
+    site: int,
+    layer: int,
+    position_offset: int = 0,
+    training: bool = True,
+    impl: str = "auto",
+) -> Tensor:
+    """residual + dropout(x + bias), for x and residual [s, b, h] and bias [h]; without both it is plain dropout.
+
+    The mask is not stored by the kernel. ``position_offset`` is the global position of x[0].
+    """
+    _check(x.dim() == 3, f"x ({list(x.shape)}) must be [sequence, batch, hidden].")
+    if bias is not None:
+        _check_columns("bias", bias, x)
+    if residual is not None:
+        _check(residual.shape == x.shape, f"residual ({list(residual.shape)}) must have x's shape {list(x.shape)}.")
+    if training and philox.dropout_threshold(p):
+        _check_dropout(x, x.shape[1], sample_numbers, seed)
+    else:
+        p = 0.0
+        if bias is None and residual is None:
+            return x
+    if uses_triton(impl, x):
+        mask_of = (seed, int(site), layer, position_offset)
+        return ops.BiasDropoutAdd.apply(x, bias, residual, sample_numbers, p, mask_of)
+    return reference.bias_dropout_add(
+        x, bias, residual, p=p, seed=seed, sample_numbers=sample_numbers, site=site, layer=layer,
+        position_offset=position_offset,
+    )  # fmt: skip
+
+
+def scaled_causal_softmax(scores: Tensor, scale: float = 1.0, *, impl: str = "auto") -> Tensor:
+    """softmax(scale · scores) for scores [b, n, sq, sk]; query i sees the keys j <= i + (sk - sq)."""
+    _check(scores.dim() == 4, f"scores ({list(scores.shape)}) must be [batch, heads, queries, keys].")
+    if uses_triton(impl, scores):
+        return ops.ScaledCausalSoftmax.apply(scores, scale)
+    return reference.scaled_causal_softmax(scores, scale)
+
+
+def scaled_masked_softmax(scores: Tensor, mask: Tensor | None, scale: float = 1.0, *, impl: str = "auto") -> Tensor:
+    """softmax(scale · scores) for scores [b, n, sq, sk] over the keys whose mask is False.
+
+    ``mask`` is bool and broadcasts to the scores ([b or 1, n or 1, sq, sk]), True = masked, or None. A row without
+    any visible key is zero and has zero gradient.
+    """
+    _check(scores.dim() == 4, f"scores ({list(scores.shape)}) must be [batch, heads, queries, keys].")
+    if mask is not None:
+        fits = mask.dim() == 4 and all(m in (1, s) for m, s in zip(mask.shape, scores.shape, strict=True))
+        _check(
+            mask.dtype == torch.bool and fits,
+            f"mask ({mask.dtype}, {list(mask.shape)}) must be bool and broadcast to {list(scores.shape)}.",
+        )
+    if uses_triton(impl, scores):
+        return ops.ScaledMaskedSoftmax.apply(scores, mask, scale)
+    return reference.scaled_masked_softmax(scores, mask, scale)
+
+
+def attention_dropout(
+    probabilities: Tensor,
+    *,
+    p: float,
+    seed: int,
+    sample_numbers: Tensor | None,
+    layer: int,
+    head_offset: int = 0,
+    position_offset: int = 0,
+    training: bool = True,
+    impl: str = "auto",
+) -> Tensor:
+    """Dropout of attention probabilities [b, n, sq, sk]; the offsets are the global head of head 0 and the global
+    position of query 0."""
+    shape = probabilities.shape
+    _check(len(shape) == 4, f"probabilities ({list(shape)}) must be [batch, heads, queries, keys].")
+    if not (training and philox.dropout_threshold(p)):
+        return probabilities
+    _check_dropout(probabilities, shape[0], sample_numbers, seed)
+    if uses_triton(impl, probabilities):
+        mask_of = (seed, layer, head_offset, position_offset)
+        return ops.AttentionDropout.apply(probabilities, sample_numbers, p, mask_of)
+    return reference.attention_dropout(
+        probabilities, p=p, seed=seed, sample_numbers=sample_numbers, layer=layer, head_offset=head_offset,
+        position_offset=position_offset,
+    )  # fmt: skip
+
+
+def adamw_step_(
+    param: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    grad: Tensor,
+    scalars: Tensor,
+    *,
+    num_decayed: int,
+    low_precision: Tensor | None = None,
+    impl: str = "auto",
+) -> None:
+    """One AdamW step over a flat shard, in place, without waiting for the device.
+
+    g = grad · multiplier; m = β₁ m + (1 - β₁) g; v = β₂ v + (1 - β₂) g²;
+    p -= lr (m / c₁ / (sqrt(v) / sqrt(c₂) + eps) + wd p)
+
+    Args:
+        param, exp_avg, exp_avg_sq: fp32 [n], contiguous; param is the master copy.
+        grad: fp32, bf16 or fp16 [n]. Lengths that are multiples of 16 are the fast ones.
+        scalars: fp32 on the same device, in the order of ``AdamWScalar``; see ``adamw_scalars``.
+        num_decayed: the elements before this one are decayed.
+        low_precision: [n], receives the new param in its dtype.
+    """
+    flat = [param, exp_avg, exp_avg_sq, grad] + ([] if low_precision is None else [low_precision])
+    _check(
+        all(t.dim() == 1 and t.shape == param.shape and t.is_contiguous() for t in flat),
+        f"param, moments, grad and low_precision must be contiguous and of one length; got "
+        f"{[list(t.shape) for t in flat]}.",
+    )
+    _check(
+        all(t.dtype == torch.float32 for t in (param, exp_avg, exp_avg_sq)),
+        f"param and moments must be fp32; got {[t.dtype for t in flat[:3]]}.",
+    )
+    _check(
+        scalars.dtype == torch.float32 and scalars.shape == (NUM_ADAMW_SCALARS,) and scalars.is_contiguous(),
+        f"scalars ({scalars.dtype}, {list(scalars.shape)}) must be fp32 of the {NUM_ADAMW_SCALARS} of AdamWScalar.",
+    )
+    if uses_triton(impl, param):
+        torch.ops.trimegatron.adamw_step_(param, exp_avg, exp_avg_sq, grad, scalars, num_decayed, low_precision)
+    else:
+        reference.adamw_step_(
+            param, exp_avg, exp_avg_sq, grad, scalars, num_decayed=num_decayed, low_precision=low_precision
+        )
+
+
+def sum_of_squares(grad: Tensor, *, impl: str = "auto") -> Tensor:
+    """Σ grad² as a 0-dimensional fp32 tensor on the same device, the same bits every time, without waiting for it."""
+    if uses_triton(impl, grad):
+        return torch.ops.trimegatron.sum_of_squares(grad)
+    return reference.sum_of_squares(grad)

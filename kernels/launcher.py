@@ -1,0 +1,66 @@
+"""How kernels are launched: one place for the device guard, launch options and the choice of configurations.
+
+Nothing is tuned at run time: a configuration is a pure function of the op and its shape. The order is meant to be user
+file, packaged table for the device, heuristic; only the heuristic exists so far.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+
+# Shared memory that a loop's load buffers may take: fits every architecture from sm_80 on, consumer cards included.
+_PIPELINE_BYTES = 68 << 10
+
+
+@dataclass(frozen=True)
+class Config:
+    """Tile and launch parameters of one kernel. ``rows`` × ``columns`` is the tile a program holds at a time."""
+
+    rows: int
+    columns: int
+    num_warps: int
+    num_stages: int = 1
+
+
+def configure(op: str, heuristic: Config, **shape: int) -> Config:
+    """The configuration of ``op`` at ``shape``. The tuned tables will be looked up here."""
+    del op, shape
+    return heuristic
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a GPU. The interpreter, which runs programs one after another, counts as 2."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+def pipeline_stages(bytes_per_stage: int, most: int = 3) -> int:
+    """Stages of a loop whose loads take ``bytes_per_stage``: n stages hold n - 1 buffers."""
+    return 1 + min(most - 1, _PIPELINE_BYTES // max(1, bytes_per_stage))
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, config: Config, **constexprs: Any) -> None:
+    """Run ``kernel`` on the device of its first tensor, whichever is current. Contraction of a * b + c is asked for by
+    name, since Triton's default for it changes between versions."""
+    device = next(a.device for a in args if isinstance(a, torch.Tensor))
+    guard = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    with guard:
+        kernel[grid](
+            *args, num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=True, **constexprs
+        )
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is at least ``n`` and 1."""
+    return triton.next_power_of_2(max(1, n))
+
+
+def signed_word(word: int) -> int:
+    """A 32-bit word as Triton takes it without a second compilation for large values: int32 with the same bits."""
+    return word - (1 << 32) if word >= 1 << 31 else word

@@ -1,0 +1,132 @@
+"""Layer norm in Triton: y = (x - mean) · rstd · weight + bias over the last dimension, statistics in fp32.
+
+Bytes per element (b = bytes of the dtype): forward 2b, backward 3b and the partial sums of the weight's gradients.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from trimegatron.kernels import launcher
+from trimegatron.kernels.column_sum import sum_partials
+from trimegatron.kernels.launcher import Config
+
+
+@triton.jit
+def _forward_kernel(
+    x, weight, bias, y, mean, rstd, rows, eps, HIDDEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    # x, y [rows, HIDDEN]; weight, bias [HIDDEN]; mean, rstd [rows] fp32
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)
+    inside = (column < HIDDEN)[None, :]
+    mask = (row < rows)[:, None] & inside
+    offset = tl.cast(row, tl.int64)[:, None] * HIDDEN + column[None, :]
+    value = tl.load(x + offset, mask=mask, other=0.0).to(tl.float32)
+    w = tl.load(weight + column, mask=column < HIDDEN, other=0.0).to(tl.float32)
+    b = tl.load(bias + column, mask=column < HIDDEN, other=0.0).to(tl.float32)
+    average = tl.sum(value, axis=1) / HIDDEN
+    centred = tl.where(inside, value - average[:, None], 0.0)
+    inverse = tl.rsqrt(tl.sum(centred * centred, axis=1) / HIDDEN + eps)
+    result = centred * inverse[:, None] * w[None, :] + b[None, :]
+    tl.store(y + offset, result.to(y.dtype.element_ty), mask=mask)
+    tl.store(mean + row, average, mask=row < rows)
+    tl.store(rstd + row, inverse, mask=row < rows)
+
+
+@triton.jit
+def _backward_kernel(
+    dy,
+    x,
+    weight,
+    mean,
+    rstd,
+    dx,
+    dweight_partials,
+    dbias_partials,
+    rows,
+    HIDDEN: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    # dy, x, dx [rows, HIDDEN]; partials [programs, HIDDEN] fp32. The loop's loads overlap with its reductions.
+    column = tl.arange(0, COLUMNS)
+    inside = (column < HIDDEN)[None, :]
+    w = tl.load(weight + column, mask=column < HIDDEN, other=0.0).to(tl.float32)[None, :]
+    dweight = tl.zeros([ROWS, COLUMNS], tl.float32)
+    dbias = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for block in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
+        row = block * ROWS + tl.arange(0, ROWS)
+        mask = (row < rows)[:, None] & inside
+        offset = tl.cast(row, tl.int64)[:, None] * HIDDEN + column[None, :]
+        value = tl.load(x + offset, mask=mask, other=0.0).to(tl.float32)
+        upstream = tl.load(dy + offset, mask=mask, other=0.0).to(tl.float32)
+        average = tl.load(mean + row, mask=row < rows, other=0.0)[:, None]
+        inverse = tl.load(rstd + row, mask=row < rows, other=0.0)[:, None]
+        # Padding lanes are zero in upstream and w, so only the normalised value needs the mask (the mean is not 0).
+        normalised = tl.where(inside, (value - average) * inverse, 0.0)
+        dweight += upstream * normalised
+        dbias += upstream
+        scaled = upstream * w
+        along = tl.sum(scaled * normalised, axis=1)[:, None] / HIDDEN
+        level = tl.sum(scaled, axis=1)[:, None] / HIDDEN
+        gradient = (scaled - level - normalised * along) * inverse
+        tl.store(dx + offset, gradient.to(dx.dtype.element_ty), mask=mask)
+    offset = tl.cast(tl.program_id(0), tl.int64) * HIDDEN + column
+    tl.store(dweight_partials + offset, tl.sum(dweight, axis=0), mask=column < HIDDEN)
+    tl.store(dbias_partials + offset, tl.sum(dbias, axis=0), mask=column < HIDDEN)
+
+
+def _forward_config(hidden: int) -> Config:
+    columns = launcher.power_of_two(hidden)
+    num_warps = 4 if columns <= 1024 else 8 if columns <= 4096 else 16 if columns <= 8192 else 32
+    config = Config(max(1, min(32, 1024 // columns)), columns, num_warps)
+    return launcher.configure("layer_norm_forward", config, hidden=hidden)
+
+
+def _backward_config(hidden: int, element_size: int) -> Config:
+    columns = launcher.power_of_two(hidden)
+    rows = max(1, min(32, 1024 // columns))
+    num_warps = min(32, max(4, columns // 256))
+    stages = launcher.pipeline_stages(2 * rows * columns * element_size)
+    return launcher.configure("layer_norm_backward", Config(rows, columns, num_warps, stages), hidden=hidden)
+
+
+def layer_norm_forward(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """y like x; mean and rstd fp32 of x's leading shape, flattened."""
+    x, weight, bias = x.contiguous(), weight.contiguous(), bias.contiguous()
+    hidden = x.shape[-1]
+    rows = x.numel() // max(1, hidden)
+    y = torch.empty_like(x)
+    mean = torch.empty(rows, dtype=torch.float32, device=x.device)
+    rstd = torch.empty_like(mean)
+    if x.numel():
+        config = _forward_config(hidden)
+        launcher.launch(
+            _forward_kernel, (triton.cdiv(rows, config.rows),), x, weight, bias, y, mean, rstd, rows, eps,
+            config=config, HIDDEN=hidden, ROWS=config.rows, COLUMNS=config.columns,
+        )  # fmt: skip
+    return y, mean, rstd
+
+
+def layer_norm_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dx like x, dweight and dbias like weight."""
+    dy, x, weight = dy.contiguous(), x.contiguous(), weight.contiguous()
+    hidden = x.shape[-1]
+    dx = torch.empty_like(x)
+    if x.numel() == 0:
+        return dx, torch.zeros_like(weight), torch.zeros_like(weight)
+    rows = x.numel() // hidden
+    config = _backward_config(hidden, x.element_size())
+    per_multiprocessor = max(1, 32 // config.num_warps)
+    programs = min(triton.cdiv(rows, config.rows), per_multiprocessor * launcher.multiprocessors(x.device))
+    partials = torch.empty(2, programs, hidden, dtype=torch.float32, device=x.device)
+    launcher.launch(
+        _backward_kernel, (programs,), dy, x, weight, mean, rstd, dx, partials[0], partials[1], rows,
+        config=config, HIDDEN=hidden, ROWS=config.rows, COLUMNS=config.columns, STAGES=config.num_stages,
+    )  # fmt: skip
+    return dx, sum_partials(partials[0], weight.dtype), sum_partials(partials[1], weight.dtype)

@@ -1,0 +1,30 @@
+"""``trimegatron preprocess``."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Sequence
+from typing import NoReturn
+
+from trimegatron.config.flags import parse
+from trimegatron.preprocess.config import PreprocessConfig
+from trimegatron.preprocess.run import run
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run on ``argv`` (without the program's name). Returns the exit code; errors are raised as UserError."""
+    (config,) = parse(
+        argv,
+        PreprocessConfig,
+        prog="trimegatron preprocess",
+        description="Tokenize loose JSON into the .bin and .idx files that training reads.",
+    )
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _stop)  # an exception, so that unfinished files are removed
+    print(run(config).describe())
+    return 0
+
+
+def _stop(*_: object) -> NoReturn:
+    raise SystemExit(143)

@@ -1,0 +1,83 @@
+"""Training a byte-level BPE tokenizer on the texts of loose JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from trimegatron.errors import ConfigError, DataError
+from trimegatron.preprocess.reader import parse_line, read_chunks
+from trimegatron.tokenizer import END_OF_TEXT, BPETokenizer, byte_level_bpe, byte_level_from_vocab
+
+_BYTES = 256
+
+
+def train_bpe(
+    files: Sequence[str | Path], json_keys: Sequence[str], vocab_size: int, output: str | Path
+) -> BPETokenizer:
+    """Learn merges from ``json_keys`` of ``files`` and write vocab.json, merges.txt, tokenizer.json (and its config).
+
+    The ids are GPT-2's in kind: the 256 bytes, then the merges, and ``<|endoftext|>`` last. A small text may not have
+    enough pairs for ``vocab_size``; then the vocabulary is what there is, and a line says so. The same input gives
+    the same files.
+
+    Args:
+        files: one JSON object a line; read as a stream.
+        json_keys: whose values are learnt from.
+        vocab_size: ids in all, at least 257.
+        output: a folder, made when missing.
+
+    Raises:
+        ConfigError: vocabulary too small, file missing.
+        DataError: a line that cannot be used.
+    """
+    from tokenizers import models, pre_tokenizers, trainers
+
+    if vocab_size < _BYTES + 1:
+        raise ConfigError(f"--vocab-size ({vocab_size}) must be at least {_BYTES + 1}: 256 bytes and {END_OF_TEXT}")
+    paths = [Path(file) for file in files]
+    for path in paths:
+        if not path.is_file():
+            raise ConfigError(f"--input ({path}): no such file")
+    backend = byte_level_bpe(models.BPE())
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - 1,
+        show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    texts = _Texts(paths, json_keys)
+    try:
+        backend.train_from_iterator(iter(texts), trainer)
+    except Exception:
+        if texts.error is not None:
+            raise texts.error from None
+        raise
+    learnt = json.loads(backend.to_str())["model"]
+    vocab = learnt["vocab"]
+    vocab[END_OF_TEXT] = len(vocab)
+    if len(vocab) < vocab_size:
+        print(f"The text gives {len(vocab)} ids, not --vocab-size {vocab_size}; going on with {len(vocab)}.")
+    merges = [tuple(merge) if isinstance(merge, list) else tuple(merge.split(" ")) for merge in learnt["merges"]]
+    tokenizer = BPETokenizer(byte_level_from_vocab(vocab, merges), "GPT2BPETokenizer", END_OF_TEXT, {})
+    tokenizer.save(output)
+    return tokenizer
+
+
+class _Texts:
+    """Texts one by one; keeps the DataError that ended them, which the library wraps in its own."""
+
+    def __init__(self, paths: list[Path], keys: Sequence[str]) -> None:
+        self.paths, self.keys = paths, keys
+        self.error: DataError | None = None
+
+    def __iter__(self) -> Iterator[str]:
+        try:
+            for path in self.paths:
+                for chunk in read_chunks(path, 1000):
+                    for k, raw in enumerate(chunk.lines):
+                        for sentences in parse_line(raw, path, chunk.first_line + k, self.keys):
+                            yield from sentences
+        except DataError as error:
+            self.error = error
+            raise

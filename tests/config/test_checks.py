@@ -1,0 +1,209 @@
+"""Every rule: what is refused, and that the message has field, value, rule and way out."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from tests.config.train_line import read
+from trimegatron.config import parse_split
+from trimegatron.errors import ConfigError
+
+GPT2 = "--tokenizer-type GPT2BPETokenizer"
+
+
+@pytest.mark.parametrize(
+    ("extra", "parts"),
+    [
+        # Shapes
+        ("--num-attention-heads 5", ["--num-attention-heads (5) must divide --hidden-size (64)", "leaves 4"]),
+        ("--seq-length 65", ["--seq-length (65) must not be above --max-position-embeddings (64)"]),
+        ("--num-layers 0", ["--num-layers (0) must be at least 1"]),
+        ("--hidden-size -64", ["--hidden-size (-64) must be at least 1"]),
+        ("--layernorm-epsilon 0", ["--layernorm-epsilon (0.0) must be above 0"]),
+        ("--attention-dropout 1", ["--attention-dropout (1.0) must be in [0, 1)"]),
+        ("--hidden-dropout -0.1", ["--hidden-dropout (-0.1) must not be negative"]),
+        ("--hidden-dropout 1.5", ["--hidden-dropout (1.5) must be in [0, 1)"]),
+        ("--kernels cuda", ["--kernels (cuda) must be one of auto, triton, reference"]),
+        # Batch and length
+        (
+            "--global-batch-size 6",
+            ["--global-batch-size (6)", "--micro-batch-size (4)", "6 / 4 leaves 2", "multiple of 4"],
+        ),
+        ("--train-samples 80", ["--train-iters (20) and --train-samples (80) exclude", "from command line"]),
+        ("--train-iters 0", ["--train-iters (0) must be at least 1"]),
+        ("--micro-batch-size 0", ["--micro-batch-size (0) must be at least 1"]),
+        ("--seed 0", ["--seed (0) must be at least 1"]),
+        ("--seed 4294967296", ["--seed (4294967296) must be in 1..4294967295"]),
+        ("--eval-interval 0", ["--eval-interval (0) must be at least 1"]),
+        ("--eval-iters -1", ["--eval-iters (-1) must not be negative"]),
+        ("--num-workers -1", ["--num-workers (-1) must not be negative"]),
+        ("--device tpu", ["--device (tpu) must be one of auto, cpu, cuda"]),
+        # Schedule
+        ("--min-lr 0.1", ["--min-lr (0.1) must not be above --lr (0.001)"]),
+        ("--lr-warmup-iters 20", ["--lr-warmup-iters (20) must be below --lr-decay-iters (20)"]),
+        ("--lr-warmup-iters 5 --lr-decay-iters 5", ["--lr-warmup-iters (5) must be below --lr-decay-iters (5)"]),
+        ("--lr-warmup-fraction 1", ["--lr-warmup-fraction (1.0) must be in [0, 1)"]),
+        (
+            "--lr-warmup-fraction .1 --lr-warmup-iters 2",
+            ["--lr-warmup-iters (2) and --lr-warmup-fraction (0.1) exclude"],
+        ),
+        ("--lr-decay-samples 8", ["--lr-decay-samples (8) needs a run by samples", "Use --lr-decay-iters"]),
+        ("--lr-warmup-samples 8", ["--lr-warmup-samples (8) needs a run by samples", "Use --lr-warmup-iters"]),
+        # Optimizer
+        ("--adam-beta1 1", ["--adam-beta1 (1.0) must be in [0, 1)"]),
+        ("--adam-beta2 -0.5", ["--adam-beta2 (-0.5) must not be negative"]),
+        ("--clip-grad -1", ["--clip-grad (-1.0) must not be negative"]),
+        ("--start-weight-decay 0.1", ["--start-weight-decay (0.1) needs a ramp"]),
+        (
+            "--weight-decay-incr-style linear --start-weight-decay 0.1",
+            ["--end-weight-decay is required with --weight-decay-incr-style linear"],
+        ),
+        (
+            "--weight-decay-incr-style linear --start-weight-decay 0.2 --end-weight-decay 0.1",
+            ["--start-weight-decay (0.2) must not be above --end-weight-decay (0.1)"],
+        ),
+        (
+            "--override-opt_param-scheduler --use-checkpoint-opt_param-scheduler",
+            ["--override-opt-param-scheduler (True) and --use-checkpoint-opt-param-scheduler exclude"],
+        ),
+        # Precision
+        ("--fp16 --bf16", ["--fp16 (True) and --bf16 exclude each other"]),
+        ("--loss-scale 128", ["--loss-scale (128.0) acts with --fp16 only"]),
+        ("--fp16 --loss-scale 0", ["--loss-scale (0.0) must be above 0"]),
+        (
+            "--min-loss-scale 2 --initial-loss-scale 1",
+            ["--min-loss-scale (2.0) must not be above --initial-loss-scale (1)"],
+        ),
+        ("--hysteresis 0", ["--hysteresis (0) must be at least 1"]),
+        # Parallelism: Megatron-LM would lower the size silently
+        (
+            "--tensor-model-parallel-size 2",
+            ["--tensor-model-parallel-size (2)", "must divide the number of processes", "the number of processes 1"],
+        ),
+        ("--distributed-backend mpi", ["--distributed-backend (mpi) must be one of nccl, gloo"]),
+        # Checkpoints
+        ("--save out", ["--save-interval is required with --save (out)"]),
+        # Data and tokenizer
+        ("--data-path other", ["--data-path (other)", "no file other.bin"]),
+        ("--data-path set.bin", ["--data-path (set.bin)", "Leave out the ending: --data-path set."]),
+        ("--data-path 0.5 set 0.5 set", ["--data-path (0.5 set 0.5 set) must be one prefix", "not supported yet"]),
+        ("--data-path set set", ["--data-path (set set) must be one prefix", "got 2 values"]),
+        ("--data-path", ["--data-path is required"]),
+        ("--tokenizer-type SentencePieceTokenizer", ["--tokenizer-type (SentencePieceTokenizer) must be one of"]),
+        (GPT2, ["--vocab-file is required with --tokenizer-type GPT2BPETokenizer"]),
+        (f"{GPT2} --vocab-file vocab.json", ["--merge-file is required with"]),
+        (f"{GPT2} --vocab-file no.json --merge-file merges.txt", ["--vocab-file (no.json) must be an existing file"]),
+        (f"{GPT2} --vocab-file . --merge-file merges.txt", ["--vocab-file (.) must be an existing file"]),
+        ("--tokenizer-type HuggingFaceTokenizer", ["--tokenizer-model is required with"]),
+        ("--tokenizer-type HuggingFaceTokenizer --tokenizer-model no", ["--tokenizer-model (no) must be an existing"]),
+        # Splits
+        ("--split -1,1,0", ["--split (-1,1,0) must be proportions of at least 0"]),
+        ("--split 90,abc5,5", ["--split (90,abc5,5) must be numbers", "'abc5' is not one"]),
+        ("--split 0,0,0", ["--split (0,0,0) must have a sum above 0"]),
+        ("--split 1,2,3,4", ["--split (1,2,3,4) must have at most three numbers", "got 4"]),
+    ],
+)
+def test_refused(work: Path, extra: str, parts: list[str]) -> None:
+    read()
+    with pytest.raises(ConfigError) as raised:
+        read(extra)
+    message = str(raised.value)
+    for part in parts:
+        assert part in message
+    assert "\n" not in message
+    assert "None" not in message
+
+
+@pytest.mark.parametrize(
+    ("extra", "world_size", "parts"),
+    [
+        ("--tensor-model-parallel-size 2", 3, ["--tensor-model-parallel-size (2)", "the number of processes 3"]),
+        (
+            "--tensor-model-parallel-size 8",
+            8,
+            ["--num-attention-heads (4) must be a multiple of --tensor-model-parallel-size (8)", "leaves 4"],
+        ),
+        (
+            "--tensor-model-parallel-size 2 --ffn-hidden-size 97",
+            2,
+            ["--ffn-hidden-size (97) must be a multiple of --tensor-model-parallel-size (2)", "leaves 1"],
+        ),
+        ("--global-batch-size 4", 2, ["--global-batch-size (4)", "data parallel size (2)", "leaves 4"]),
+    ],
+)
+def test_refused_in_parallel(work: Path, extra: str, world_size: int, parts: list[str]) -> None:
+    with pytest.raises(ConfigError) as raised:
+        read(extra, world_size=world_size)
+    for part in parts:
+        assert part in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("without", "extra", "part"),
+    [
+        ("--hidden-size", "", "--hidden-size is required: width of the model"),
+        ("--lr", "", "--lr is required"),
+        ("--train-iters", "", "--train-iters or --train-samples is required"),
+        ("--vocab-size", "", "--vocab-size is required with --tokenizer-type NullTokenizer"),
+        ("--data-path", "", "--data-path is required"),
+        ("--train-iters", "--train-samples 3", "--train-samples (3) must hold at least one global batch (4)"),
+        ("--train-iters", "--train-samples 80 --lr-decay-iters 5", "--lr-decay-iters (5) needs a run by iterations"),
+        ("--train-iters", "--train-samples 80 --lr-warmup-iters 5", "Use --lr-warmup-samples or --train-iters"),
+        ("--train-iters", "--train-samples 80 --lr-warmup-samples 80", "must be below --lr-decay-samples (80)"),
+    ],
+)
+def test_missing_or_mixed(work: Path, without: str, extra: str, part: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        read(extra, without=without)
+    assert part in str(raised.value)
+
+
+def test_everything_missing_is_named_at_once() -> None:
+    with pytest.raises(ConfigError) as raised:
+        read(line="--fp16")
+    assert "--num-layers, --hidden-size, --num-attention-heads" in str(raised.value)
+    assert "--lr, --seq-length are required" in str(raised.value)
+
+
+def test_exclusive_options_from_two_places(work: Path) -> None:
+    (work / "run.yaml").write_text("train-samples: 80\n")
+    with pytest.raises(ConfigError, match=r"from command line, the second from run\.yaml"):
+        read("--config run.yaml")
+
+
+def test_tensorboard_not_installed(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "tensorboard" else find(name))
+    read()
+    with pytest.raises(ConfigError) as raised:
+        read("--tensorboard-dir tb")
+    assert "--tensorboard-dir (tb)" in str(raised.value)
+    assert "trimegatron[tensorboard]" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "weights"),
+    [
+        ("969, 30, 1", (969.0, 30.0, 1.0)),
+        ("90/5/5", (90.0, 5.0, 5.0)),
+        ("1", (1.0, 0.0, 0.0)),
+        ("0.8,0.2", (0.8, 0.2, 0.0)),
+        ("0,0,1", (0.0, 0.0, 1.0)),
+    ],
+)
+def test_splits(text: str, weights: tuple[float, ...]) -> None:
+    assert parse_split(text) == weights
+
+
+@pytest.mark.parametrize("text", ["nan,1,1", "inf,1,1", "1,,1", "", "1;2;3"])
+def test_splits_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="--split"):
+        parse_split(text)
+
+
+def test_kv_channels_free_the_heads(work: Path) -> None:
+    config = read("--num-attention-heads 5 --kv-channels 16").config
+    assert (config.model.num_attention_heads, config.model.kv_channels) == (5, 16)

@@ -1,0 +1,63 @@
+"""Run a function on several gloo ranks of this machine, for tests."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import queue
+import socket
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
+    """What ``function(*args)`` returns on each rank, each in a forked process with torchrun's environment.
+
+    Forking a process whose OpenMP has started threads hangs its children, so the parent must run on one (tests/conftest.py).
+    """
+    assert torch.get_num_threads() == 1
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = multiprocessing.get_context("fork")
+    results: Any = context.Queue()
+    ranks = [
+        context.Process(target=_one_rank, args=(rank, world_size, port, function, args, results))
+        for rank in range(world_size)
+    ]
+    for process in ranks:
+        process.start()
+    try:
+        answers: dict[int, Any] = {}
+        for _ in range(world_size):
+            try:
+                rank, result, error = results.get(timeout=timeout)
+            except queue.Empty:
+                raise AssertionError(f"of {world_size} ranks only {sorted(answers)} answered in {timeout} s") from None
+            assert error is None, f"rank {rank}:\n{error}"
+            answers[rank] = result
+        return [answers[rank] for rank in range(world_size)]
+    finally:
+        for process in ranks:
+            process.join(timeout=5)
+            process.kill()
+
+
+def _one_rank(
+    rank: int, world_size: int, port: int, function: Callable[..., Any], args: tuple[Any, ...], results: Any
+) -> None:
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    try:
+        results.put((rank, function(*args), None))
+    except BaseException:
+        results.put((rank, None, traceback.format_exc()))

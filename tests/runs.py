@@ -1,0 +1,72 @@
+"""Small training runs for tests: a synthetic corpus, the flags, and what came out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.parallel import run_ranks
+from trimegatron import train
+from trimegatron.data.indexed_dataset import IndexedDatasetWriter
+
+VOCAB_SIZE = 211  # a prime: no tensor-parallel size divides it
+
+
+def write_corpus(prefix: Path, *, num_documents: int = 60, vocab_size: int = VOCAB_SIZE, seed: int = 0) -> None:
+    """Documents of 20 to 60 tokens that follow one another by a rule with some noise, so that there is something to learn."""
+    random = np.random.default_rng(seed)
+    with IndexedDatasetWriter(prefix, np.uint16) as writer:
+        for _ in range(num_documents):
+            length = int(random.integers(20, 60))
+            steps = random.integers(1, 4, size=length)
+            tokens = (int(random.integers(vocab_size)) + np.cumsum(steps)) % vocab_size
+            writer.add_document(tokens, [length])
+
+
+def tiny_flags(prefix: Path, **changes: Any) -> list[str]:
+    """The flags of a run of a tiny model on :func:`write_corpus`'s data; ``changes`` by field name, None leaves a flag out."""
+    flags: dict[str, Any] = {
+        "num_layers": 2,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "seq_length": 16,
+        "max_position_embeddings": 16,
+        "make_vocab_size_divisible_by": 8,
+        "tokenizer_type": "NullTokenizer",
+        "vocab_size": VOCAB_SIZE - 1,
+        "data_path": prefix,
+        "split": "90,10,0",
+        "micro_batch_size": 2,
+        "global_batch_size": 8,
+        "train_iters": 20,
+        "lr": 1e-2,
+        "min_lr": 1e-3,
+        "lr_decay_style": "cosine",
+        "lr_warmup_iters": 2,
+        "weight_decay": 0.1,
+        "log_interval": 1,
+        "eval_iters": 0,
+        "num_workers": 0,
+        "device": "cpu",
+    }
+    return [
+        word
+        for name, value in (flags | changes).items()
+        if value is not None
+        for word in (f"--{name.replace('_', '-')}", *([] if value is True else [str(value)]))
+    ]
+
+
+def train_tiny(prefix: Path, *, world_size: int = 1, metrics: Path, **changes: Any) -> list[dict[str, Any]]:
+    """Train in this process, or in ``world_size`` forked ones, and return the lines of the metrics file.
+
+    Raises:
+        AssertionError: a rank did not return 0.
+    """
+    flags = tiny_flags(prefix, metrics_file=metrics, **changes)
+    codes = run_ranks(world_size, train.main, flags)
+    assert codes == [0] * world_size
+    return [json.loads(line) for line in metrics.read_text().splitlines()]

@@ -1,0 +1,127 @@
+"""The losses of the real Megatron-LM (September 2022, fp32 on a CPU) from its own initial weights."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.parallel import run_ranks
+from tests.runs import tiny_flags
+from trimegatron import train
+from trimegatron.config import parse_train_args
+from trimegatron.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from trimegatron.data_parallel.buffer import ParameterBuffer
+from trimegatron.mesh import close_mesh, init_mesh, select_device
+from trimegatron.tokenizer import build_tokenizer
+from trimegatron.trainer import Datasets
+
+GOLDEN = Path(__file__).parent / "golden" / "checkpoints"
+
+
+class Rows:
+    """The sequences of a dataset as samples, in their own order: what the golden run was fed."""
+
+    name = "train"
+
+    def __init__(self, prefix: Path):
+        self.data = IndexedDataset(prefix)
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        return self.data.get(index).astype(np.int64)
+
+
+def write_rows(prefix: Path) -> None:
+    with IndexedDatasetWriter(prefix, np.uint16) as writer:
+        for row in np.load(GOLDEN / "tokens.npy"):
+            writer.add_document(row, [len(row)])
+
+
+def load_golden_weights(buffer: ParameterBuffer) -> None:
+    """Copy each rank's rectangle of the golden parameters; the names differ by a prefix only."""
+    golden = load_file(GOLDEN / "h64_init.safetensors")
+    for piece in buffer.slices:
+        prefix = "language_model." if piece.name.startswith("embedding.") else "language_model.encoder."
+        whole = golden.pop(prefix + piece.name)
+        for dim, (offset, size) in enumerate(zip(piece.spec.offsets, piece.spec.extent, strict=True)):
+            whole = whole.narrow(dim, offset, size)
+        with torch.no_grad():
+            piece.spec.valid(piece.parameter).copy_(whole)
+    assert not golden
+
+
+def replay(prefix: Path, tensor_parallel_size: int, changes: dict) -> list[tuple[float, float]]:
+    """Loss and gradient norm of the golden run's 20 steps, on one rank of some layout."""
+    flags = tiny_flags(
+        prefix,
+        tensor_model_parallel_size=tensor_parallel_size,
+        **{
+            "hidden_size": 64,
+            "seq_length": 64,
+            "max_position_embeddings": 64,
+            "make_vocab_size_divisible_by": 128,
+            "vocab_size": 511,  # and the end token: 512, the golden run's padded vocabulary, which takes probability there
+            "split": "100,0,0",
+            "micro_batch_size": 2,
+            "global_batch_size": 8,
+            "train_iters": 20,
+            "lr_warmup_iters": 4,
+            "attention_dropout": 0.0,
+            "hidden_dropout": 0.0,
+            "log_interval": 100,
+        }
+        | changes,
+    )
+    device = select_device("cpu")
+    config = parse_train_args(flags, world_size=train.world_size())
+    tokenizer = build_tokenizer("NullTokenizer", vocab_size=config.model.vocab_size)
+    config = train.with_vocab_size(config, tokenizer)
+    mesh = init_mesh(device, tensor_parallel_size=tensor_parallel_size)
+    try:
+        trainer = train.build_trainer(config, mesh, tokenizer, None, lambda line: None)
+        trainer.datasets = Datasets(Rows(prefix), None, None)  # type: ignore[arg-type]
+        load_golden_weights(trainer.buffer)
+        results = []
+        batches = trainer.loader(trainer.datasets.train, 0)
+        for _ in range(20):
+            result = trainer.train_step(batches)
+            results.append((result.loss, result.grad_norm))
+            trainer.progress.scheduled_samples += 8
+        return results
+    finally:
+        close_mesh()
+
+
+@pytest.mark.parametrize(
+    ("world_size", "tensor_parallel_size", "changes"),
+    [
+        (1, 1, {}),
+        (1, 1, {"attention_backend": "softmax"}),
+        (1, 1, {"vocab_size": 499, "no_mask_padded_vocab": True}),  # 500 padded to 512
+        (2, 2, {}),
+        (2, 1, {}),
+    ],
+)
+def test_twenty_losses(tmp_path: Path, world_size: int, tensor_parallel_size: int, changes: dict):
+    write_rows(tmp_path / "rows")
+    golden = json.loads((GOLDEN / "h64_losses.json").read_text())
+    for results in run_ranks(world_size, replay, tmp_path / "rows", tensor_parallel_size, changes):
+        losses, norms = zip(*results, strict=True)
+        np.testing.assert_allclose(losses, golden["loss"], rtol=2e-6)
+        np.testing.assert_allclose(norms, golden["grad_norm"], rtol=5e-6)
+
+
+def test_masking_the_padding_changes_the_loss(tmp_path: Path):
+    """The one deliberate difference: padding takes no probability, which at the start is that of 12 of 512 equal words."""
+    write_rows(tmp_path / "rows")
+    golden = json.loads((GOLDEN / "h64_losses.json").read_text())
+    ((first, _), *_) = run_ranks(1, replay, tmp_path / "rows", 1, {"vocab_size": 499})[0]
+    assert first == pytest.approx(golden["loss"][0] - math.log(512 / 500), abs=5e-4)

@@ -1,0 +1,76 @@
+"""Every layout is the same run: losses and gradient norms equal to the single process's, dropout on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.runs import train_tiny, write_corpus
+
+LAYOUTS = [(2, 1), (1, 2), (2, 2), (1, 4)]  # data parallel, tensor parallel
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    prefix = tmp_path_factory.mktemp("corpus") / "text"
+    write_corpus(prefix)
+    return prefix
+
+
+@pytest.fixture(scope="module")
+def alone(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    return train_tiny(corpus, metrics=tmp_path_factory.mktemp("alone") / "metrics.jsonl")
+
+
+def assert_same_run(lines: list[dict], reference: list[dict]) -> None:
+    assert [line["iteration"] for line in lines] == [line["iteration"] for line in reference] == list(range(1, 21))
+    for name in ("lm_loss", "grad_norm"):
+        np.testing.assert_allclose(
+            [line[name] for line in lines], [line[name] for line in reference], rtol=1e-5, err_msg=name
+        )
+    assert [line["learning_rate"] for line in lines] == [line["learning_rate"] for line in reference]
+
+
+def test_it_learns(alone: list[dict]):
+    assert alone[-1]["lm_loss"] < alone[0]["lm_loss"] - 0.5
+
+
+@pytest.mark.parametrize(("data_parallel", "tensor_parallel"), LAYOUTS)
+def test_layout(data_parallel: int, tensor_parallel: int, corpus: Path, alone: list[dict], tmp_path: Path):
+    """20 steps, dropout 0.1, a vocabulary that no tensor-parallel size divides."""
+    lines = train_tiny(
+        corpus,
+        world_size=data_parallel * tensor_parallel,
+        metrics=tmp_path / "metrics.jsonl",
+        tensor_model_parallel_size=tensor_parallel,
+    )
+    assert_same_run(lines, alone)
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 8])
+def test_micro_batch_size(micro_batch_size: int, corpus: Path, alone: list[dict], tmp_path: Path):
+    lines = train_tiny(corpus, metrics=tmp_path / "metrics.jsonl", micro_batch_size=micro_batch_size)
+    assert_same_run(lines, alone)
+
+
+def test_masked_tokens_weigh_alike_however_the_batch_is_cut(corpus: Path, tmp_path: Path):
+    """With --eod-mask-loss micro-batches hold unequal numbers of tokens that count. (The end token is 210, a word of the corpus.)"""
+    whole = train_tiny(corpus, metrics=tmp_path / "whole.jsonl", micro_batch_size=8, eod_mask_loss=True)
+    cut = train_tiny(
+        corpus, world_size=2, metrics=tmp_path / "cut.jsonl", micro_batch_size=1, eod_mask_loss=True
+    )
+    assert_same_run(cut, whole)
+
+
+def test_another_seed_is_another_run(corpus: Path, alone: list[dict], tmp_path: Path):
+    lines = train_tiny(corpus, metrics=tmp_path / "metrics.jsonl", seed=1235)
+    assert abs(lines[0]["lm_loss"] - alone[0]["lm_loss"]) > 1e-4
+
+
+def test_the_same_command_gives_the_same_bits(corpus: Path, alone: list[dict], tmp_path: Path):
+    lines = train_tiny(corpus, metrics=tmp_path / "metrics.jsonl")
+    assert [(line["lm_loss"], line["grad_norm"]) for line in lines] == [
+        (line["lm_loss"], line["grad_norm"]) for line in alone
+    ]

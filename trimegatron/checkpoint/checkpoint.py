@@ -1,0 +1,173 @@
+"""Saving and loading what a run is made of: weights, moments, and a page of JSON.
+
+The tensors' names are ``model.NAME``, ``optimizer.exp_avg.NAME``, ``optimizer.exp_avg_sq.NAME`` and, where the model computes in
+half precision, ``optimizer.master.NAME``, with the model's parameter names. Their shapes are the global ones, without padding.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import trimegatron
+from trimegatron.checkpoint.directory import STATE, TOKENIZER, checkpoint_folder, publish, readable, temporary_folder
+from trimegatron.checkpoint.storage import Piece, load_pieces, save_pieces, stored_pieces
+from trimegatron.config import Config
+from trimegatron.data_parallel.buffer import ParameterBuffer
+from trimegatron.errors import CheckpointError
+from trimegatron.mesh import Mesh
+from trimegatron.optim.adamw import FlatAdamW
+from trimegatron.tokenizer import Tokenizer
+
+ARCHITECTURE = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "kv_channels",
+    "max_position_embeddings",
+    "vocab_size",
+    "layernorm_epsilon",
+    "bias_gelu_fusion",
+)
+"""Fields of the model's configuration that a checkpoint fixes."""
+
+
+@dataclass
+class Progress:
+    """How far a run is."""
+
+    iteration: int = 0
+    consumed_samples: int = 0
+    """Samples of all steps: where the data goes on."""
+    scheduled_samples: int = 0
+    """Samples of the steps that were not skipped: where the learning rate goes on."""
+    skipped_iterations: int = 0
+    nan_iterations: int = 0
+
+
+@dataclass(frozen=True)
+class CheckpointState:
+    """``state.json``: all of a checkpoint that is not a tensor."""
+
+    progress: Progress
+    optimizer_step: int
+    scaler: dict[str, float]
+    config: dict[str, Any]
+    data: dict[str, Any]
+    versions: dict[str, str]
+
+    @classmethod
+    def read(cls, folder: Path) -> CheckpointState:
+        with readable(folder):
+            state = json.loads((folder / STATE).read_text())
+            return cls(progress=Progress(**state.pop("progress")), **state)
+
+    def write(self, folder: Path) -> None:
+        (folder / STATE).write_text(json.dumps(asdict(self), indent=1) + "\n")
+
+
+def model_pieces(buffer: ParameterBuffer, flat: torch.Tensor, prefix: str) -> dict[str, Piece]:
+    """Each parameter's rectangle in ``flat``, which is laid out as the buffer, without padding: views."""
+    return {
+        f"{prefix}.{piece.name}": Piece(
+            piece.spec.valid(piece.view(flat)), piece.spec.global_shape, piece.spec.offsets
+        )
+        for piece in buffer.slices
+    }
+
+
+def optimizer_pieces(optimizer: FlatAdamW) -> dict[str, Piece]:
+    """The moments, and the master weights where they are not the model's own."""
+    buffer = optimizer.buffer
+    pieces = model_pieces(buffer, optimizer.exp_avg, "optimizer.exp_avg")
+    pieces |= model_pieces(buffer, optimizer.exp_avg_sq, "optimizer.exp_avg_sq")
+    if optimizer.low_precision is not None:
+        pieces |= model_pieces(buffer, optimizer.master, "optimizer.master")
+    return pieces
+
+
+def save_checkpoint(
+    root: Path,
+    *,
+    config: Config,
+    progress: Progress,
+    optimizer: FlatAdamW,
+    scaler: dict[str, float],
+    data: dict[str, Any],
+    tokenizer: Tokenizer,
+    mesh: Mesh,
+) -> Path:
+    """Write one checkpoint and make it the newest; until it is whole it has a temporary name. Every rank calls it."""
+    temporary, final = temporary_folder(root, progress.iteration), checkpoint_folder(root, progress.iteration)
+    if mesh.is_first_rank:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+    mesh.barrier()
+    pieces = model_pieces(optimizer.buffer, optimizer.buffer.params, "model")
+    if not config.checkpoint.no_save_optim:
+        pieces |= optimizer_pieces(optimizer)
+    save_pieces(temporary, pieces, rank=mesh.world.rank, group=mesh.world.group)
+    if mesh.is_first_rank:
+        versions = {
+            "trimegatron": trimegatron.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        }
+        state = CheckpointState(progress, optimizer.step_count, scaler, config.to_dict(), data, versions)
+        state.write(temporary)
+        tokenizer.save(temporary / TOKENIZER)
+        publish(temporary, final)
+    mesh.barrier()
+    return final
+
+
+def load_checkpoint(
+    folder: Path, *, config: Config, optimizer: FlatAdamW, mesh: Mesh, with_optimizer: bool
+) -> CheckpointState:
+    """Fill the model, and with ``with_optimizer`` the optimizer, whatever layout the checkpoint was saved at.
+
+    Raises:
+        CheckpointError: it is of another architecture, lacks a tensor, or cannot be read.
+    """
+    state = CheckpointState.read(folder)
+    check_architecture(folder, state.config, config)
+    buffer = optimizer.buffer
+    stored = stored_pieces(folder)
+    has_moments = any(name.startswith("optimizer.exp_avg.") for name in stored)
+    has_master = any(name.startswith("optimizer.master.") for name in stored)
+    if with_optimizer and not has_moments:
+        raise CheckpointError(
+            f"{folder} holds no optimizer state. Add --no-load-optim to go on without it, or --finetune to start anew from its weights"
+        )
+    # The fp32 weights are the truth: the checkpoint's master where it has one, else the model's own.
+    source = "optimizer.master" if has_master else "model"
+    with readable(folder):
+        pieces = model_pieces(buffer, optimizer.master, source)
+        if with_optimizer:
+            pieces |= model_pieces(buffer, optimizer.exp_avg, "optimizer.exp_avg")
+            pieces |= model_pieces(buffer, optimizer.exp_avg_sq, "optimizer.exp_avg_sq")
+            optimizer.step_count = state.optimizer_step
+        load_pieces(folder, pieces, group=mesh.world.group)
+    optimizer.refresh_parameters()
+    return state
+
+
+def check_architecture(folder: Path, saved: dict[str, Any], config: Config) -> None:
+    """Refuse a checkpoint of another model, naming each difference."""
+    mine = config.to_dict()["model"]
+    differences = [
+        f"{name} is {saved['model'].get(name)} there and {mine[name]} here"
+        for name in ARCHITECTURE
+        if saved["model"].get(name) != mine[name]
+    ]
+    if differences:
+        raise CheckpointError(
+            f"checkpoint {folder} is of another model: {'; '.join(differences)}. Give the flags it was trained with"
+        )

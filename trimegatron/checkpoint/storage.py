@@ -1,0 +1,232 @@
+"""Tensors of a checkpoint on disk: safetensors files, one a rank, through torch.distributed.checkpoint.
+
+This is the one file that knows that library. What it is given are pieces: rectangles of global tensors. Any set of pieces that
+covers a tensor can be read as any other, so that every layout loads every other. Each file says in its header where its pieces lie;
+it is plain safetensors, which loads without this package.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError, safe_open
+from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from trimegatron.errors import CheckpointError
+from trimegatron.files import save_tensors
+
+SHARDING_KEY = "DCP_SHARDING_INFO"
+"""Header entry where torch's reader looks for {tensor name: {"saved_offsets": [...]}}."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The rectangle of a global tensor that starts at ``offsets``: ``tensor`` holds it, to be saved or to be filled."""
+
+    tensor: torch.Tensor
+    global_shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+
+    @property
+    def chunk(self) -> ChunkStorageMetadata:
+        return ChunkStorageMetadata(torch.Size(self.offsets), torch.Size(self.tensor.shape))
+
+
+def save_pieces(folder: Path, pieces: Mapping[str, Piece], *, rank: int, group: ProcessGroup | None) -> None:
+    """Write ``shard-RRRRR.safetensors`` for each rank of ``group`` that has something to write.
+
+    Pieces that several ranks hold alike are written by one of them.
+    """
+    with quiet_when_alone():
+        dcp.save(
+            {},
+            storage_writer=SafetensorsWriter(folder, rank),
+            planner=PieceSavePlanner(pieces),
+            process_group=group,
+            no_dist=group is None,
+        )
+
+
+def load_pieces(folder: Path, pieces: Mapping[str, Piece], *, group: ProcessGroup | None) -> None:
+    """Fill the pieces from whatever pieces lie in ``folder``; each rank reads only what overlaps its own.
+
+    Raises:
+        CheckpointError: a tensor is not there, or its global shape is another; nothing was filled.
+    """
+    stored = stored_pieces(folder)
+    for name, piece in pieces.items():
+        if name not in stored:
+            raise CheckpointError(f"{folder} holds no tensor {name}")
+        if (shape := global_shape(stored[name])) != piece.global_shape:
+            raise CheckpointError(f"{folder}: {name} is {list(shape)} there and {list(piece.global_shape)} in this run")
+    with quiet_when_alone():
+        dcp.load(
+            {},
+            storage_reader=HuggingFaceStorageReader(str(folder)),
+            planner=PieceLoadPlanner(pieces),
+            process_group=group,
+            no_dist=group is None,
+        )
+
+
+@contextmanager
+def quiet_when_alone() -> Iterator[None]:
+    """A single process without a process group is what we mean; the library warns of it."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        yield
+
+
+class PieceSavePlanner(DefaultSavePlanner):
+    """Plans one write for each piece that is not empty."""
+
+    def __init__(self, pieces: Mapping[str, Piece]):
+        super().__init__(flatten_state_dict=False, dedup_save_to_lowest_rank=True)
+        self.pieces = pieces
+
+    def create_local_plan(self) -> SavePlan:
+        self.plan = SavePlan(
+            [
+                WriteItem(
+                    index=MetadataIndex(name, torch.Size(piece.offsets)),
+                    type=WriteItemType.SHARD,
+                    tensor_data=TensorWriteData(
+                        chunk=piece.chunk,
+                        properties=TensorProperties.create_from_tensor(piece.tensor),
+                        size=torch.Size(piece.global_shape),
+                    ),
+                )
+                for name, piece in self.pieces.items()
+                if piece.tensor.numel() > 0
+            ]
+        )
+        return self.plan
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
+        return self.pieces[write_item.index.fqn].tensor
+
+
+class PieceLoadPlanner(DefaultLoadPlanner):
+    """Plans the reads that fill each piece."""
+
+    def __init__(self, pieces: Mapping[str, Piece]):
+        super().__init__(flatten_state_dict=False)
+        self.pieces = pieces
+
+    def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None
+        reads: list[ReadItem] = []
+        for name, piece in self.pieces.items():
+            stored = self.metadata.state_dict_metadata[name]
+            if piece.tensor.numel() > 0:
+                reads += create_read_items_for_chunk_list(name, stored, [piece.chunk])  # type: ignore[arg-type]
+        return LoadPlan(reads)
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        target = self.pieces[read_item.dest_index.fqn].tensor
+        for dim, (offset, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            target = target.narrow(dim, offset, length)
+        return target
+
+
+class SafetensorsWriter(HuggingFaceStorageWriter):
+    """The library's writer with the write itself left to safetensors: a quarter of the time and half the memory."""
+
+    def __init__(self, folder: Path, rank: int):
+        super().__init__(str(folder), save_distributed=True)
+        self.file = folder / f"shard-{rank:05d}.safetensors"
+
+    def write_data(self, plan: SavePlan, planner: dcp.SavePlanner) -> Future[list[WriteResult]]:
+        tensors = {item.index.fqn: planner.resolve_data(item).detach().cpu().contiguous() for item in plan.items}
+        if tensors:
+            where = {item.index.fqn: {"saved_offsets": list(item.index.offset or ())} for item in plan.items}
+            save_tensors(tensors, self.file, {"format": "pt", SHARDING_KEY: json.dumps(where)})
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(
+            [
+                WriteResult(
+                    index=item.index,
+                    size_in_bytes=tensors[item.index.fqn].nbytes,
+                    storage_data=self.file.name,
+                )
+                for item in plan.items
+            ]
+        )
+        return done
+
+
+@dataclass(frozen=True)
+class StoredPiece:
+    """A rectangle of a tensor as it lies in a file."""
+
+    file: Path
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+def stored_pieces(folder: Path) -> dict[str, list[StoredPiece]]:
+    """What lies in a checkpoint folder: for each tensor its pieces; only the headers are read.
+
+    Raises:
+        CheckpointError: a file is no safetensors file, or not one of a checkpoint.
+    """
+    stored: dict[str, list[StoredPiece]] = {}
+    for path in sorted(folder.glob("shard-*.safetensors")):
+        try:
+            with safe_open(path, framework="pt") as file:
+                where = json.loads((file.metadata() or {})[SHARDING_KEY])
+                for name in file.keys():  # noqa: SIM118  (it is no dictionary)
+                    shape = tuple(file.get_slice(name).get_shape())
+                    stored.setdefault(name, []).append(StoredPiece(path, tuple(where[name]["saved_offsets"]), shape))
+        except (SafetensorError, KeyError, ValueError) as error:
+            raise CheckpointError(f"{path} is not a tensor file of a checkpoint: {error}") from error
+    return stored
+
+
+def global_shape(pieces: list[StoredPiece]) -> tuple[int, ...]:
+    """The shape of the whole tensor that the pieces cover."""
+    return tuple(max(piece.offsets[d] + piece.shape[d] for piece in pieces) for d in range(len(pieces[0].shape)))
+
+
+def read_whole(folder: Path, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each global tensor whose name starts with ``prefix``, put together from its pieces, one at a time, in the order of names."""
+    for name, pieces in sorted(stored_pieces(folder).items()):
+        if not name.startswith(prefix):
+            continue
+        shape = global_shape(pieces)
+        if sum(math.prod(piece.shape) for piece in pieces) != math.prod(shape):
+            raise CheckpointError(f"{folder}: the pieces of {name} do not cover its shape {list(shape)}; a shard is missing")
+        whole: torch.Tensor | None = None
+        for piece in pieces:
+            with safe_open(piece.file, framework="pt") as file:
+                tensor = file.get_tensor(name)
+            if whole is None:
+                whole = torch.empty(shape, dtype=tensor.dtype)
+            target = whole
+            for dim, (offset, length) in enumerate(zip(piece.offsets, piece.shape, strict=True)):
+                target = target.narrow(dim, offset, length)
+            target.copy_(tensor)
+        assert whole is not None
+        yield name, whole

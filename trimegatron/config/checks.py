@@ -1,0 +1,193 @@
+"""Rules between the groups of a configuration, and what the machine must have. Each failure is one ConfigError.
+
+Rules inside one group are in the group's ``__post_init__``.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trimegatron.config.groups import ParallelConfig, TrainingConfig
+from trimegatron.config.io_groups import DataConfig
+from trimegatron.config.options import fail, kebab
+
+if TYPE_CHECKING:
+    from trimegatron.config.config import Config
+
+LEAVE_OUT = "Leave it out."
+
+
+def check_global_batch(training: TrainingConfig, parallel: ParallelConfig) -> None:
+    """The global batch is cut into whole micro-batches on every data-parallel rank."""
+    one_pass = training.micro_batch_size * parallel.data_parallel_size
+    if training.global_batch_size % one_pass:
+        fail(
+            "global_batch_size",
+            training.global_batch_size,
+            f"must be a multiple of --micro-batch-size ({training.micro_batch_size}) x data parallel size "
+            f"({parallel.data_parallel_size})",
+            f"{training.global_batch_size} / {one_pass} leaves {training.global_batch_size % one_pass}",
+            f"Use a multiple of {one_pass}, or another micro-batch size or number of processes.",
+        )
+
+
+def check_length(training: TrainingConfig) -> None:
+    """The run has one length, of at least one step."""
+    iterations, samples, batch = training.train_iters, training.train_samples, training.global_batch_size
+    if samples is None:
+        if iterations is None:
+            fail("train_iters", None, "or --train-samples is required", way_out="Say how long to train.")
+        return
+    if samples < batch:
+        fail(
+            "train_samples",
+            samples,
+            f"must hold at least one global batch ({batch})",
+            way_out="Train on more samples or lower --global-batch-size.",
+        )
+    if iterations not in (None, samples // batch):
+        fail(
+            "train_iters",
+            iterations,
+            f"and --train-samples ({samples}) exclude each other",
+            f"{samples} samples are {samples // batch} iterations of {batch}",
+            "Give one of the two.",
+        )
+
+
+def check_config(config: Config) -> None:
+    """Every rule that needs more than one group. ``config`` is resolved: no derived value is missing."""
+    _check_shapes(config)
+    _check_schedule(config)
+    if config.data.tokenizer_type == "NullTokenizer" and config.model.vocab_size is None:
+        fail("vocab_size", None, "is required with --tokenizer-type NullTokenizer", way_out="Give the number of ids.")
+    if config.checkpoint.save is not None and config.checkpoint.save_interval is None:
+        fail(
+            "save_interval",
+            None,
+            f"is required with --save ({config.checkpoint.save})",
+            way_out="Say every how many iterations to save.",
+        )
+    _check_supported(config)
+
+
+def _check_shapes(config: Config) -> None:
+    model, tp = config.model, config.parallel.tensor_model_parallel_size
+    for name in ("num_attention_heads", "ffn_hidden_size"):
+        value = getattr(model, name)
+        if value % tp:
+            fail(
+                name,
+                value,
+                f"must be a multiple of --tensor-model-parallel-size ({tp})",
+                f"{value} / {tp} leaves {value % tp}",
+                "Change one of the two.",
+            )
+    if config.data.seq_length > model.max_position_embeddings:
+        fail(
+            "seq_length",
+            config.data.seq_length,
+            f"must not be above --max-position-embeddings ({model.max_position_embeddings})",
+            way_out="Shorten the samples or enlarge the position table.",
+        )
+
+
+def _check_schedule(config: Config) -> None:
+    """A run by iterations takes no option in samples, and the other way round; the warm-up ends before the decay."""
+    optimizer, training = config.optimizer, config.training
+    by_iterations = training.train_samples is None
+    wrong, right = ("samples", "iters") if by_iterations else ("iters", "samples")
+    for stem in ("lr_decay", "lr_warmup"):
+        value = getattr(optimizer, f"{stem}_{wrong}")
+        if value:
+            fail(
+                f"{stem}_{wrong}",
+                value,
+                f"needs a run by {'samples' if by_iterations else 'iterations'}, "
+                f"but this one has {kebab(f'train_{right}')}",
+                way_out=f"Use {kebab(f'{stem}_{right}')} or {kebab(f'train_{wrong}')}.",
+            )
+    schedule = config.schedule
+    if not schedule.warmup_samples < schedule.decay_samples:
+        name = f"lr_warmup_{right}"
+        decay = kebab(f"lr_decay_{right}")
+        fail(
+            name,
+            getattr(optimizer, name),
+            f"must be below {decay} ({getattr(optimizer, f'lr_decay_{right}')})",
+            way_out=f"Shorten the warm-up or set {decay} (default: {kebab(f'train_{right}')}).",
+        )
+
+
+def _check_supported(config: Config) -> None:
+    """Values Megatron-LM has and this version has not, of options that are otherwise supported."""
+    later: list[tuple[str, object, bool, str]] = [
+        (
+            "pipeline_model_parallel_size",
+            config.parallel.pipeline_model_parallel_size,
+            config.parallel.pipeline_model_parallel_size > 1,
+            "Use --tensor-model-parallel-size and data parallelism.",
+        ),
+        ("optimizer", config.optimizer.optimizer, config.optimizer.optimizer != "adam", "Use adam."),
+        ("dataloader_type", config.data.dataloader_type, config.data.dataloader_type != "single", "Use single."),
+        ("reset_position_ids", True, config.data.reset_position_ids, LEAVE_OUT),
+        ("reset_attention_mask", True, config.data.reset_attention_mask, LEAVE_OUT),
+    ]
+    for name, value, refused, way_out in later:
+        if refused:
+            fail(name, value, "is not supported yet", way_out=way_out)
+
+
+def check_machine(config: Config) -> None:
+    """The input files and the optional packages the configuration asks for; not asked of a configuration read back."""
+    _check_data_path(config.data)
+    tokenizer = config.data.tokenizer_type
+    needed = {
+        "GPT2BPETokenizer": (("vocab_file", "--vocab-file"), ("merge_file", "--merge-file")),
+        "HuggingFaceTokenizer": (("tokenizer_model", "--tokenizer-model"),),
+    }
+    for name, flag in needed.get(tokenizer, ()):
+        path = getattr(config.data, name)
+        if path is None:
+            fail(name, None, f"is required with --tokenizer-type {tokenizer}", way_out=f"Give {flag} PATH.")
+        if not (Path(path).exists() if name == "tokenizer_model" else Path(path).is_file()):
+            fail(name, path, "must be an existing file", "there is none", "Check the path.")
+    if config.logging.tensorboard_dir is not None and importlib.util.find_spec("tensorboard") is None:
+        fail(
+            "tensorboard_dir",
+            config.logging.tensorboard_dir,
+            "needs the tensorboard package, which is not installed",
+            way_out="Run: pip install 'trimegatron[tensorboard]', or leave the option out.",
+        )
+
+
+def _check_data_path(data: DataConfig) -> None:
+    if not data.data_path:
+        fail(
+            "data_path",
+            None,
+            "is required",
+            way_out="Give the prefix that `trimegatron preprocess` wrote, without .bin and .idx.",
+        )
+    if len(data.data_path) > 1:
+        fail(
+            "data_path",
+            " ".join(data.data_path),
+            "must be one prefix: blending several, and weights, are not supported yet",
+            f"got {len(data.data_path)} values",
+            "Merge the sets beforehand.",
+        )
+    (prefix,) = data.data_path
+    for ending in (".bin", ".idx"):
+        if not Path(prefix + ending).is_file():
+            stem = prefix.removesuffix(".bin").removesuffix(".idx")
+            advice = f"Leave out the ending: --data-path {stem}." if stem != prefix else "Check the path."
+            fail(
+                "data_path",
+                prefix,
+                "must be the prefix of a .bin and an .idx file",
+                f"no file {prefix}{ending}",
+                advice,
+            )

@@ -1,0 +1,98 @@
+"""``Config``: all groups together, resolved and checked."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from trimegatron.config.checks import check_config, check_global_batch, check_length
+from trimegatron.config.flags import build
+from trimegatron.config.groups import ModelConfig, OptimizerConfig, ParallelConfig, PrecisionConfig, TrainingConfig
+from trimegatron.config.io_groups import CheckpointConfig, DataConfig, LoggingConfig
+from trimegatron.config.schedule import Schedule
+from trimegatron.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """A whole training configuration. Making one fills in what follows from other values and checks every rule.
+
+    Raises:
+        ConfigError: the first rule broken.
+    """
+
+    model: ModelConfig
+    optimizer: OptimizerConfig
+    training: TrainingConfig
+    data: DataConfig
+    precision: PrecisionConfig = dataclasses.field(default_factory=PrecisionConfig)
+    parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig)
+    checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
+    logging: LoggingConfig = dataclasses.field(default_factory=LoggingConfig)
+
+    def __post_init__(self) -> None:
+        training, optimizer = self.training, self.optimizer
+        if training.global_batch_size is None:
+            samples = training.micro_batch_size * self.parallel.data_parallel_size
+            training = dataclasses.replace(training, global_batch_size=samples)
+        check_global_batch(training, self.parallel)
+        check_length(training)
+        if training.train_samples is None:
+            if optimizer.lr_decay_iters is None:
+                optimizer = dataclasses.replace(optimizer, lr_decay_iters=training.train_iters)
+        else:
+            if training.train_iters is None:
+                iterations = training.train_samples // training.global_batch_size
+                training = dataclasses.replace(training, train_iters=iterations)
+            if optimizer.lr_decay_samples is None:
+                optimizer = dataclasses.replace(optimizer, lr_decay_samples=training.train_samples)
+        object.__setattr__(self, "training", training)
+        object.__setattr__(self, "optimizer", optimizer)
+        check_config(self)
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Forward passes of one step on one data-parallel rank."""
+        return self.training.global_batch_size // (self.training.micro_batch_size * self.parallel.data_parallel_size)
+
+    @property
+    def schedule(self) -> Schedule:
+        """The learning-rate schedule, counted in samples."""
+        optimizer, training = self.optimizer, self.training
+        if training.train_samples is None:
+            assert optimizer.lr_decay_iters is not None
+            decay = optimizer.lr_decay_iters * training.global_batch_size
+            warmup: float = optimizer.lr_warmup_iters * training.global_batch_size
+            total = training.train_iters * training.global_batch_size
+        else:
+            assert optimizer.lr_decay_samples is not None
+            decay, warmup, total = optimizer.lr_decay_samples, optimizer.lr_warmup_samples, training.train_samples
+        if optimizer.lr_warmup_fraction is not None:
+            warmup = optimizer.lr_warmup_fraction * decay
+        return Schedule(optimizer.lr, optimizer.min_lr, optimizer.lr_decay_style, warmup, decay, total)
+
+    def to_dict(self) -> dict[str, dict[str, Any]]:
+        """Group → field → value, ready for JSON."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, dict[str, Any]]) -> Config:
+        """The inverse of ``to_dict``. A field that is missing takes its default. Raises ConfigError."""
+        unknown = sorted(values.keys() - GROUPS.keys())
+        if unknown:
+            raise ConfigError(f"Saved configuration: unknown group {unknown[0]!r}. It has {', '.join(GROUPS)}.")
+        return cls(**{name: build(group, values.get(name, {})) for name, group in GROUPS.items()})
+
+
+GROUPS: dict[str, type] = {
+    "model": ModelConfig,
+    "training": TrainingConfig,
+    "optimizer": OptimizerConfig,
+    "precision": PrecisionConfig,
+    "data": DataConfig,
+    "parallel": ParallelConfig,
+    "checkpoint": CheckpointConfig,
+    "logging": LoggingConfig,
+}
+"""Attribute of ``Config`` → its class, in the order of ``--help``."""

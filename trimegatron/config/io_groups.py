@@ -1,0 +1,74 @@
+"""The training configuration: data, checkpoints, logs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trimegatron.config.options import REQUIRED, Options, option
+from trimegatron.config.split import parse_split
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig(Options):
+    """Data and tokenizer"""
+
+    data_path: list[str] = option([], "prefix of the .bin and .idx files", nargs="*", metavar="PREFIX")  # noqa: RUF009 (it is copied)
+    split: str = option("969, 30, 1", "proportions of training, validation and test documents")
+    seq_length: int = option(REQUIRED, "tokens of one sample", unit="tokens", minimum=1)
+    tokenizer_type: str = option(
+        "GPT2BPETokenizer",
+        "GPT2BPETokenizer: --vocab-file and --merge-file; HuggingFaceTokenizer: --tokenizer-model; "
+        "NullTokenizer: --vocab-size",
+        choices=("GPT2BPETokenizer", "HuggingFaceTokenizer", "NullTokenizer"),
+    )
+    vocab_file: str | None = option(None, "vocab.json of GPT2BPETokenizer", metavar="FILE", flags=("--vocab",))
+    merge_file: str | None = option(None, "merges.txt of GPT2BPETokenizer", metavar="FILE", flags=("--merge",))
+    tokenizer_model: str | None = option(None, "folder or tokenizer.json of HuggingFaceTokenizer", metavar="PATH")
+    num_workers: int = option(2, "processes that read data ahead; 0 reads in the training process", unit="processes")
+    data_cache_path: str | None = option(
+        None, "folder for the document, sample and shuffle index", derived="beside the data", metavar="DIR"
+    )
+    dataloader_type: str = option(
+        "single", "single: one pass over the shuffled index", choices=("single", "cyclic", "external")
+    )
+    eod_mask_loss: bool = option(False, "no loss where the input is the end-of-document token")
+    reset_position_ids: bool = option(False, "positions restart after the end-of-document token")
+    reset_attention_mask: bool = option(False, "no attention across the end-of-document token")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        parse_split(self.split)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig(Options):
+    """Checkpoints"""
+
+    save: str | None = option(None, "folder to save checkpoints in", metavar="DIR")
+    save_interval: int | None = option(
+        None, "time between checkpoints; the end of the run is saved too", unit="iterations", minimum=1
+    )
+    load: str | None = option(
+        None, "folder to resume from; it may be empty only if it is that of --save", metavar="DIR"
+    )
+    ckpt_step: int | None = option(None, "iteration to load", unit="iterations", derived="the newest complete one")
+    finetune: bool = option(False, "load the weights only and start at iteration 0")
+    no_save_optim: bool = option(False, "leave the optimizer and the schedule out of checkpoints")
+    no_load_optim: bool = option(False, "do not load the optimizer and the schedule")
+    no_save_rng: bool = option(False, "accepted; there is no random state: randomness is a function of the seed")
+    no_load_rng: bool = option(False, "accepted; there is no random state: randomness is a function of the seed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggingConfig(Options):
+    """Logging"""
+
+    log_interval: int = option(100, "time between log lines", unit="iterations", minimum=1)
+    metrics_file: str | None = option(
+        None, "ours. Losses and rates as JSON, one object a line", derived="metrics.jsonl in --save", metavar="FILE"
+    )
+    tensorboard_dir: str | None = option(None, "folder for TensorBoard's files", metavar="DIR")
+    tensorboard_log_interval: int = option(1, "time between TensorBoard's points", unit="iterations", minimum=1)
+    tensorboard_queue_size: int = option(1000, "points held before TensorBoard writes", minimum=1)
+    log_params_norm: bool = option(False, "log the norm of the parameters")
+    log_num_zeros_in_grad: bool = option(False, "log how many gradient elements are zero")

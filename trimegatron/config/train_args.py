@@ -1,0 +1,134 @@
+"""The command line of training: Megatron-LM's ``pretrain_gpt.py`` options to a resolved, checked ``Config``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trimegatron.config.checks import check_machine
+from trimegatron.config.compat import MegatronConfig, epilog, foreign_notes
+from trimegatron.config.config import GROUPS, Config
+from trimegatron.config.explain import explain
+from trimegatron.config.flags import Given, build, read_options, require
+from trimegatron.config.options import Options, fail, kebab, option, options_of
+
+PROG = "trimegatron train"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommandConfig(Options):
+    """This command"""
+
+    explain: bool = option(
+        False, "print every resolved value, where it came from and the schedule's corner points, then exit"
+    )
+
+
+@dataclass(frozen=True)
+class ExplainedConfig:
+    """A configuration with its history."""
+
+    config: Config
+    sources: Mapping[str, str]
+    """Field name → "command line" or the path of a file, for the values that were given."""
+    notes: list[str]
+    """What the user should know, one line each: options without effect. For rank 0 to print."""
+    explain: bool
+    """--explain was given: print ``text()`` and stop."""
+
+    def text(self) -> str:
+        return explain(self.config, self.sources, self.notes)
+
+
+def read_train_args(argv: Sequence[str], *, world_size: int) -> ExplainedConfig:
+    """Read, resolve and check a training command line.
+
+    Args:
+        argv: the arguments, without the program's name.
+        world_size: processes of the run, from the launcher (WORLD_SIZE).
+
+    Raises:
+        ConfigError: anything wrong, before anything is started or written.
+        SystemExit: 0, after printing ``--help``.
+    """
+    given = read_options(
+        argv,
+        [CommandConfig, *GROUPS.values(), MegatronConfig],
+        prog=PROG,
+        description="Train a GPT. Start it with torchrun -m trimegatron.train, or with trimegatron train.",
+        epilog=epilog(),
+    )
+    notes = foreign_notes(given.values)
+    require(list(GROUPS.values()), given.values, prog=PROG)
+    _check_one_length(given)
+    groups: dict[str, Any] = {
+        name: build(
+            group,
+            {field: given.values[field] for field in options_of(group) if field in given.values}
+            | ({"world_size": world_size} if name == "parallel" else {}),
+        )
+        for name, group in GROUPS.items()
+    }
+    config = Config(**groups)
+    check_machine(config)
+    notes += _idle_options(config, given) + _overruled(config, given)
+    return ExplainedConfig(config, given.sources, notes, bool(given.values.get("explain")))
+
+
+def parse_train_args(argv: Sequence[str], *, world_size: int) -> Config:
+    """``read_train_args`` without the history: the configuration alone."""
+    return read_train_args(argv, world_size=world_size).config
+
+
+def _check_one_length(given: Given) -> None:
+    values, sources = given.values, given.sources
+    if values.get("train_iters") is not None and values.get("train_samples") is not None:
+        fail(
+            "train_iters",
+            values["train_iters"],
+            f"and --train-samples ({values['train_samples']}) exclude each other",
+            f"the first is from {sources['train_iters']}, the second from {sources['train_samples']}",
+            "Give one of the two.",
+        )
+
+
+def _idle_options(config: Config, given: Given) -> list[str]:
+    """A line for each option given that does nothing in this configuration."""
+    no_random_state = "randomness is a function of the seed, there is no state to save or load"
+    idle: list[tuple[str, bool, str]] = [
+        ("no_save_rng", True, no_random_state),
+        ("no_load_rng", True, no_random_state),
+        ("save_interval", config.checkpoint.save is None, "there is no --save"),
+        ("no_save_optim", config.checkpoint.save is None, "there is no --save"),
+        *(
+            (name, config.checkpoint.load is None, "there is no --load")
+            for name in (
+                "ckpt_step",
+                "finetune",
+                "no_load_optim",
+                "override_opt_param_scheduler",
+                "use_checkpoint_opt_param_scheduler",
+            )
+        ),
+        *(
+            (name, not config.precision.fp16, "only --fp16 scales the loss")
+            for name in ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+        ),
+    ]
+    return [
+        f"{kebab(name)} has no effect: {reason}."
+        for name, condition, reason in idle
+        if condition and given.values.get(name) not in (None, False)
+    ]
+
+
+def _overruled(config: Config, given: Given) -> list[str]:
+    """A line for each value given that another option changed, such as float32 gradients with --bf16."""
+    notes = []
+    for name, group in GROUPS.items():
+        for field in options_of(group):
+            value, resolved = given.values.get(field), getattr(getattr(config, name), field)
+            if value is not None and value != resolved:
+                notes.append(f"{kebab(field)} ({value}) became {resolved}: other options ask for it.")
+    return notes

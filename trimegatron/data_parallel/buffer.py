@@ -1,0 +1,112 @@
+"""Parameters and their main gradients as views of two flat buffers.
+
+One buffer makes one all-reduce, one norm and one optimizer launch of what would be hundreds.
+docs/gradients.md states the contract: who adds, who divides, in which dtype and order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from trimegatron.mesh import Axis
+from trimegatron.tensor_parallel.parameter import ParameterSpec, spec_of
+
+ALIGNMENT = 64
+"""Every parameter starts at a multiple of this many elements, so that kernels load 128 bits whatever came before it."""
+
+
+@dataclass(frozen=True)
+class ParameterSlice:
+    """Where one parameter lies in the buffers, in elements."""
+
+    name: str
+    parameter: nn.Parameter
+    start: int
+
+    @property
+    def spec(self) -> ParameterSpec:
+        return spec_of(self.parameter)
+
+    def view(self, flat: torch.Tensor) -> torch.Tensor:
+        """This parameter's part of a buffer that is laid out alike, in its own shape."""
+        return flat[self.start : self.start + self.parameter.numel()].view(self.parameter.shape)
+
+
+class ParameterBuffer:
+    """The parameters of a model in one flat tensor, their main gradients in another.
+
+    The order is [decayed, sharded | decayed, replicated | others, replicated | others, sharded]: what the optimizer decays is a
+    prefix of ``num_decayed`` elements, and what all tensor-parallel ranks hold alike is one range (``replicated``), which the
+    gradient norm must count once. Decayed are weights of two dimensions, as Megatron's.
+
+    Gradients of the parameters' own dtype accumulate where they are (``parameter.grad`` is the view); others are added into the
+    main gradient, and dropped, by a hook as soon as each is there.
+    """
+
+    def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]], *, grad_dtype: torch.dtype):
+        def decays(parameter: nn.Parameter) -> bool:
+            return parameter.dim() >= 2
+
+        def place(item: tuple[str, nn.Parameter]) -> int:
+            sharded = spec_of(item[1]).is_sharded
+            return (0 if sharded else 1) if decays(item[1]) else (3 if sharded else 2)
+
+        ordered = sorted(named_parameters, key=place)  # stable: module order within each of the four
+        first = ordered[0][1]
+        self.slices: list[ParameterSlice] = []
+        ends = [0, 0, 0, 0]
+        position = 0
+        for item in ordered:
+            name, parameter = item
+            assert parameter.dtype == first.dtype and parameter.device == first.device
+            self.slices.append(ParameterSlice(name, parameter, position))
+            position += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
+            ends[place(item)] = position
+        for i in range(1, 4):
+            ends[i] = max(ends[i], ends[i - 1])
+        self.num_decayed = ends[1]
+        self.replicated = slice(ends[0], ends[2])
+        self.sharded = (slice(0, ends[0]), slice(ends[2], ends[3]))
+        self.params = torch.zeros(position, dtype=first.dtype, device=first.device)
+        self.grads = torch.zeros(position, dtype=grad_dtype, device=first.device)
+        for piece in self.slices:
+            self._adopt(piece)
+
+    def _adopt(self, piece: ParameterSlice) -> None:
+        parameter, main_grad = piece.parameter, piece.view(self.grads)
+        with torch.no_grad():
+            piece.view(self.params).copy_(parameter)
+            parameter.data = piece.view(self.params)
+        if parameter.dtype == self.grads.dtype:
+            parameter.grad = main_grad
+            return
+
+        def accumulate(p: torch.Tensor) -> None:
+            assert p.grad is not None
+            main_grad.add_(p.grad)
+            p.grad = None
+
+        parameter.register_post_accumulate_grad_hook(accumulate)
+
+    def zero_grad(self) -> None:
+        """Set the main gradients to zero, before the first micro-batch of a step."""
+        self.grads.zero_()
+
+    def reduce_grads(self, data: Axis) -> None:
+        """Sum the main gradients over the data-parallel ranks; nobody divides (docs/gradients.md)."""
+        if data.group is not None:
+            dist.all_reduce(self.grads, group=data.group)
+
+    def count_zero_grads(self, tensor: Axis) -> float:
+        """How many elements of the whole model's gradient are exactly zero; padding is not counted."""
+        counted = [piece for piece in self.slices if piece.spec.is_sharded or tensor.rank == 0]
+        zeros = [(piece.spec.valid(piece.view(self.grads)) == 0).sum() for piece in counted]
+        total = torch.stack(zeros).sum().float()
+        if tensor.group is not None:
+            dist.all_reduce(total, group=tensor.group)
+        return total.item()

@@ -1,0 +1,110 @@
+"""``trimegatron generate``: text from a training checkpoint of any layout, on one process.
+
+Legend: n tokens so far, v vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from trimegatron.checkpoint.checkpoint import CheckpointState, model_pieces
+from trimegatron.checkpoint.directory import TOKENIZER, readable, require_checkpoint
+from trimegatron.checkpoint.storage import load_pieces
+from trimegatron.config import Config
+from trimegatron.config.flags import parse
+from trimegatron.config.options import REQUIRED, Options, fail, option
+from trimegatron.data_parallel.buffer import ParameterBuffer
+from trimegatron.mesh import Axis, select_device
+from trimegatron.model.build import model_spec
+from trimegatron.model.gpt import GPTStage
+from trimegatron.tokenizer import Tokenizer, load_tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateConfig(Options):
+    """Text generation"""
+
+    load: str = option(REQUIRED, "folder that a run saved into, or that of one checkpoint")
+    prompt: str = option("", "text to go on from; empty: a new document")
+    max_new_tokens: int = option(100, "most tokens to add", unit="tokens", minimum=1)
+    temperature: float = option(0.0, "0 takes the likeliest token; above, samples from logits / temperature")
+    top_k: int = option(0, "sample from this many likeliest tokens only; 0: from all", minimum=0)
+    seed: int = option(1234, "of the sampling", minimum=0)
+    device: str = option("auto", "auto: cuda where there is one", choices=("auto", "cpu", "cuda"))
+
+
+def main(argv: list[str]) -> int:
+    """Print the prompt and what the model goes on with."""
+    (config,) = parse(argv, GenerateConfig, prog="trimegatron generate", description=__doc__ or "")
+    folder = require_checkpoint(Path(config.load))
+    tokenizer = load_tokenizer(folder / TOKENIZER)
+    model = load_model(folder, device=select_device(config.device))
+    prompt = tokenizer.encode(config.prompt)
+    if not prompt:
+        if tokenizer.eod is None:
+            fail("prompt", config.prompt, "must not be empty: this tokenizer has no end-of-document token to begin with")
+        prompt = [tokenizer.eod]
+    tokens = generate(model, tokenizer, prompt, config)
+    print(tokenizer.decode(token for token in [*prompt, *tokens] if token != tokenizer.eod))
+    return 0
+
+
+def load_model(
+    folder: Path, *, device: torch.device, dtype: torch.dtype | None = None, rounded_to: torch.dtype | None = None
+) -> GPTStage:
+    """The whole model of a checkpoint, unsplit, in evaluation mode.
+
+    Args:
+        dtype: what it computes in; the run's own without it.
+        rounded_to: round the weights to this first, as a conversion to it would.
+    """
+    config = saved_config(folder)
+    model = GPTStage(model_spec(config, tensor=Axis(), device=device, dtype=dtype), range(config.model.num_layers))
+    buffer = ParameterBuffer(model.named_parameters(), grad_dtype=next(model.parameters()).dtype)
+    buffer.params.zero_()
+    load_pieces(folder, model_pieces(buffer, buffer.params, "model"), group=None)
+    if rounded_to is not None:
+        buffer.params.copy_(buffer.params.to(rounded_to))
+    return model.eval()
+
+
+def saved_config(folder: Path) -> Config:
+    """The configuration a checkpoint was trained with, as for one process."""
+    saved = CheckpointState.read(folder).config
+    with readable(folder):
+        saved["parallel"] |= {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "world_size": 1}
+        return Config.from_dict(saved)
+
+
+@torch.no_grad()
+def generate(model: GPTStage, tokenizer: Tokenizer, prompt: list[int], config: GenerateConfig) -> Iterator[int]:
+    """New tokens, one at a time, until the end-of-document token or ``max_new_tokens``.
+
+    Each token is one forward pass over the last tokens that fit into the position table.
+    """
+    device = next(model.parameters()).device
+    longest = model.embedding.position_embeddings.weight.shape[0]
+    random = torch.Generator().manual_seed(config.seed)
+    tokens = list(prompt)
+    for _ in range(config.max_new_tokens):
+        window = torch.tensor([tokens[-longest:]], device=device)  # [1, n]
+        logits = model(window)[-1, 0, : tokenizer.vocab_size].float().cpu()  # [v]
+        token = pick(logits, config, random)
+        if token == tokenizer.eod:
+            return
+        tokens.append(token)
+        yield token
+
+
+def pick(logits: torch.Tensor, config: GenerateConfig, random: torch.Generator) -> int:
+    """The likeliest token at temperature 0, else a sample."""
+    if config.temperature == 0.0:
+        return int(logits.argmax())
+    if config.top_k > 0:
+        threshold = logits.topk(min(config.top_k, logits.numel())).values[-1]
+        logits = logits.masked_fill(logits < threshold, float("-inf"))
+    return int(torch.multinomial((logits / config.temperature).softmax(dim=-1), 1, generator=random))

@@ -1,0 +1,69 @@
+"""``trimegatron train [--nproc-per-node N] FLAGS``: training through torch's own launcher.
+
+What it adds to bare torchrun: the configuration is checked before a process starts, a failure is printed once, and the worker's exit code
+is passed on.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import uuid
+
+from trimegatron.config import parse_train_args
+from trimegatron.errors import ConfigError
+
+PROCESSES_FLAG = ("--nproc-per-node", "--nproc_per_node")
+
+
+def main(argv: list[str]) -> int:
+    """Check the configuration, then train in this process, or in N."""
+    num_processes, flags = take_num_processes(argv)
+    if num_processes == 1:
+        from trimegatron import train
+
+        return train.main(flags)
+    parse_train_args(flags, world_size=num_processes)
+    return launch(num_processes, flags)
+
+
+def take_num_processes(argv: list[str]) -> tuple[int, list[str]]:
+    """``--nproc-per-node N`` or ``=N``, and the flags without it."""
+    flags: list[str] = []
+    value: str | None = "1"
+    words = iter(argv)
+    for word in words:
+        name, equals, given = word.partition("=")
+        if name in PROCESSES_FLAG:
+            value = given if equals else next(words, None)
+        else:
+            flags.append(word)
+    if value is None or not value.isdecimal() or int(value) < 1:
+        raise ConfigError(f"--nproc-per-node ({value}) must be a whole number from 1 on: the processes of this machine")
+    return int(value), flags
+
+
+def launch(num_processes: int, flags: list[str]) -> int:
+    """Run ``python -m trimegatron.train FLAGS`` in ``num_processes`` processes of this machine."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    # The worker has said what was wrong; the launcher would say it again, with a traceback of its own.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_processes)))
+    launcher = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_processes,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        monitor_interval=0.1,
+    )
+    try:
+        elastic_launch(launcher, sys.executable)("-m", "trimegatron.train", *flags)
+    except ChildFailedError as error:
+        return error.get_first_failure()[1].exitcode
+    return 0

@@ -1,0 +1,218 @@
+"""What a run tells: Megatron's log line, ``metrics.jsonl``, and TensorBoard where asked for. Only the first rank writes."""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trimegatron.config import Config
+from trimegatron.files import write_atomically
+from trimegatron.mesh import Mesh
+from trimegatron.model.spec import GPTSpec
+
+PEAK_FLOPS = {  # dense bf16/fp16 tensor-core peak of one device, by the name torch gives
+    "NVIDIA A100": 312e12,
+    "NVIDIA H100": 989e12,
+    "NVIDIA H200": 989e12,
+}
+
+
+def flops_per_token(spec: GPTSpec, seq_length: int) -> float:
+    """Floating-point operations of the matrix products, forward and backward, for one token.
+
+    Per layer 2 · (3hp + ph + 2hf) for the weights (p = heads · head size, f = MLP width) and 4sp for scores and weighted sum,
+    counted in full as Megatron does although half is masked; 2hv for the head; backward costs twice the forward.
+    """
+    projection = spec.num_attention_heads * spec.kv_channels
+    weights = 2 * (4 * spec.hidden_size * projection + 2 * spec.hidden_size * spec.ffn_hidden_size)
+    attention = 4 * seq_length * projection
+    head = 2 * spec.hidden_size * spec.padded_vocab_size
+    return 3.0 * (spec.num_layers * (weights + attention) + head)
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """The matrix peak of the device, or None where we do not know it: then no utilisation is claimed."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for known, peak in PEAK_FLOPS.items() if name.startswith(known)), None)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most memory this process has held: allocated on the GPU, resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    # kilobytes on Linux, bytes on macOS
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+class MetricsWriter:
+    """Sums up steps between log lines, and writes."""
+
+    def __init__(self, config: Config, spec: GPTSpec, mesh: Mesh):
+        self.config = config
+        self.mesh = mesh
+        self.seq_length = config.data.seq_length
+        self.flops_per_token = flops_per_token(spec, self.seq_length)
+        self.peak_flops = peak_flops(mesh.device)
+        self.path = metrics_path(config) if mesh.is_first_rank else None
+        self.board: Any = None
+        if mesh.is_first_rank and config.logging.tensorboard_dir:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.board = SummaryWriter(
+                config.logging.tensorboard_dir, max_queue=config.logging.tensorboard_queue_size
+            )
+        self._start_interval()
+
+    def _start_interval(self) -> None:
+        self.losses: list[float] = []
+        self.steps = self.samples = self.skipped = self.nans = 0
+        self.since = time.perf_counter()
+
+    def resume_at(self, iteration: int) -> None:
+        """Drop what an interrupted run wrote beyond the iteration this one goes on from: each iteration appears once."""
+        if self.path is None or not self.path.exists():
+            return
+        lines = self.path.read_text().splitlines()
+        kept = [line for line in lines if _iteration_of(line) <= iteration]
+        if len(kept) < len(lines):
+            print(f"{self.path}: {len(lines) - len(kept)} lines beyond iteration {iteration} are dropped; they come again")
+            write_atomically(self.path, "".join(line + "\n" for line in kept))
+
+    def pause(self) -> PausedClock:
+        """Time spent inside (evaluation, saving) is not counted as step time."""
+        return PausedClock(self)
+
+    def step(self, values: dict[str, Any], *, num_samples: int) -> None:
+        """Take note of one training step; writes a line where the log interval ends.
+
+        ``values``: iteration, consumed_samples, lm_loss, learning_rate, grad_norm (None where skipped), loss_scale, skipped, nan,
+        and what else there is to tell.
+        """
+        self.steps += 1
+        self.samples += num_samples
+        self.skipped += values["skipped"]
+        self.nans += values["nan"]
+        if not values["skipped"]:
+            self.losses.append(values["lm_loss"])
+        iteration = values["iteration"]
+        if self.board is not None and iteration % self.config.logging.tensorboard_log_interval == 0:
+            self._write_board(values)
+        training = self.config.training
+        if iteration % self.config.logging.log_interval != 0 and iteration != training.train_iters:
+            return
+        seconds = (time.perf_counter() - self.since) / self.steps
+        tokens_per_second = self.samples / self.steps * self.seq_length / seconds
+        values = values | {
+            "lm_loss": sum(self.losses) / len(self.losses) if self.losses else None,
+            "skipped": self.skipped,
+            "nan": self.nans,
+            "tokens_per_second": tokens_per_second,
+            "iteration_ms": seconds * 1000.0,
+            "peak_memory_bytes": peak_memory_bytes(self.mesh.device),
+        }
+        self._start_interval()
+        if self.mesh.is_first_rank:
+            print(self._line(values, seconds), flush=True)
+            self._append(values)
+
+    def _line(self, values: dict[str, Any], seconds: float) -> str:
+        training = self.config.training
+        per_device = values["tokens_per_second"] * self.flops_per_token / self.mesh.world.size
+        loss, norm = values["lm_loss"], values["grad_norm"]
+        parts = [
+            f"iteration {values['iteration']:8d}/{training.train_iters:8d}",
+            f"consumed samples: {values['consumed_samples']:12d}",
+            f"elapsed time per iteration (ms): {values['iteration_ms']:.1f}",
+            f"learning rate: {values['learning_rate']:.3E}",
+            f"global batch size: {training.global_batch_size:5d}",
+            *([f"lm loss: {loss:.6E}"] if loss is not None else []),
+            f"loss scale: {values['loss_scale']:.1f}",
+            *([f"grad norm: {norm:.3f}"] if norm is not None else []),
+            *(f"{name.replace('_', ' ')}: {values[name]:.6g}" for name in ("params_norm", "num_zeros") if name in values),
+            f"number of skipped iterations: {values['skipped']:3d}",
+            f"number of nan iterations: {values['nan']:3d}",
+            f"tokens per second: {values['tokens_per_second']:.0f}",
+            f"TFLOP/s per device: {per_device / 1e12:.3g}",
+            f"MFU: {f'{per_device / self.peak_flops:.1%}' if self.peak_flops else 'n/a'}",
+            f"peak memory (GiB): {values['peak_memory_bytes'] / 2**30:.2f}",
+            f"time left: {format_duration(seconds * (training.train_iters - values['iteration']))}",
+        ]
+        return " " + " | ".join(parts) + " |"
+
+    def evaluation(self, split: str, iteration: int, loss: float, bits_per_byte: float | None) -> None:
+        """Write the result of one evaluation."""
+        perplexity = math.exp(min(20.0, loss))  # capped as Megatron's
+        if self.mesh.is_first_rank:
+            bits = f" bits per byte: {bits_per_byte:.4f} |" if bits_per_byte is not None else ""
+            name = {"valid": "validation", "test": "test"}[split]
+            print(
+                f" {name} loss at iteration {iteration} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} |{bits}",
+                flush=True,
+            )
+            values = {"iteration": iteration, "split": split, "lm_loss": loss, "perplexity": perplexity}
+            self._append(values | ({"bits_per_byte": bits_per_byte} if bits_per_byte is not None else {}))
+        if self.board is not None:
+            self.board.add_scalar(f"lm-loss-{split}/lm loss", loss, iteration)
+
+    def _append(self, values: dict[str, Any]) -> None:
+        if self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            # JSON has no word for NaN and infinity
+            values = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in values.items()}
+            with self.path.open("a") as file:
+                file.write(json.dumps(values) + "\n")
+
+    def _write_board(self, values: dict[str, Any]) -> None:
+        names = {"lm_loss": "lm-loss", "learning_rate": "learning-rate", "grad_norm": "grad-norm", "loss_scale": "loss-scale"}
+        for key, name in names.items():
+            if values[key] is not None:
+                self.board.add_scalar(f"{name}/{name}", values[key], values["iteration"])
+                self.board.add_scalar(f"{name}/{name} vs samples", values[key], values["consumed_samples"])
+
+    def close(self) -> None:
+        if self.board is not None:
+            self.board.close()
+
+
+class PausedClock:
+    """Stops the step clock of a writer while it is entered."""
+
+    def __init__(self, writer: MetricsWriter):
+        self.writer = writer
+
+    def __enter__(self) -> None:
+        self.entered = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self.writer.since += time.perf_counter() - self.entered
+
+
+def metrics_path(config: Config) -> Path | None:
+    """Where the run's metrics go: ``--metrics-file``, else beside the checkpoints; nowhere where nothing is saved."""
+    if config.logging.metrics_file:
+        return Path(config.logging.metrics_file)
+    return Path(config.checkpoint.save) / "metrics.jsonl" if config.checkpoint.save else None
+
+
+def _iteration_of(line: str) -> float:
+    """A line cut short by a kill belongs to no iteration: it is dropped."""
+    try:
+        return json.loads(line)["iteration"]
+    except (ValueError, KeyError, TypeError):
+        return math.inf
+
+
+def format_duration(seconds: float) -> str:
+    """``1:02:03`` or ``2:03``."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"

@@ -1,0 +1,104 @@
+"""Causal self-attention over the heads of this rank.
+
+Legend: s sequence, b micro-batch, h hidden, n heads on this rank, d head size, t tensor-parallel size.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from trimegatron.kernels import functional
+from trimegatron.model.spec import GPTSpec
+from trimegatron.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+
+
+class SelfAttention(nn.Module):
+    """softmax(causal(q kᵀ / √d)) v for each head, then the output projection: [s, b, h] -> [s, b, h].
+
+    The rows of ``query_key_value`` are [head, (q, k, v), d] as Megatron's, so that a tensor-parallel cut is a rectangle.
+    The output's bias is ``output_bias``: the caller adds it, fused with dropout and residual.
+    """
+
+    def __init__(self, spec: GPTSpec, layer: int):
+        super().__init__()
+        projection_size = spec.num_attention_heads * spec.kv_channels
+        self.query_key_value = ColumnParallelLinear(
+            spec.hidden_size,
+            3 * projection_size,
+            axis=spec.tensor,
+            init_std=spec.init_method_std,
+            add_bias=True,
+            dtype=spec.dtype,
+            device=spec.device,
+        )
+        self.dense = RowParallelLinear(
+            projection_size,
+            spec.hidden_size,
+            axis=spec.tensor,
+            init_std=spec.output_init_std,
+            dtype=spec.dtype,
+            device=spec.device,
+        )
+        self.num_heads = spec.num_attention_heads // spec.tensor.size
+        self.head_size = spec.kv_channels
+        self.core = AttentionCore(spec, layer)
+
+    @property
+    def output_bias(self) -> nn.Parameter:
+        return self.dense.bias
+
+    def forward(self, x: torch.Tensor, sample_numbers: torch.Tensor | None) -> torch.Tensor:
+        s, b, _ = x.shape
+        qkv = self.query_key_value(x).view(s, b, self.num_heads, 3, self.head_size)
+        q, k, v = (part.permute(1, 2, 0, 3) for part in qkv.unbind(dim=3))  # each [b, n, s, d]
+        context = self.core(q, k, v, sample_numbers)  # [b, n, s, d]
+        return self.dense(context.permute(2, 0, 1, 3).reshape(s, b, self.num_heads * self.head_size))
+
+
+class AttentionCore(nn.Module):
+    """Scores, softmax, dropout and the weighted sum; it has no parameters: q, k, v [b, n, s, d] -> [b, n, s, d].
+
+    Backends: "sdpa" is torch's scaled_dot_product_attention, which cannot take our dropout masks; "softmax" is the fused-softmax path;
+    "auto" takes the first where there is no dropout to apply, the second where there is.
+    """
+
+    def __init__(self, spec: GPTSpec, layer: int):
+        super().__init__()
+        self.backend = spec.attention_backend
+        self.dropout = spec.attention_dropout
+        self.layer = layer
+        self.head_offset = spec.tensor.rank * (spec.num_attention_heads // spec.tensor.size)
+        self.scale = 1.0 / math.sqrt(spec.kv_channels)
+        # Query-key layer scaling divides the scores by the layer's number before they are rounded to half precision and multiplies
+        # them back in the fp32 softmax. In fp32 it would change nothing but rounding, so there it is left out.
+        scales_scores = spec.apply_query_key_layer_scaling and spec.dtype != torch.float32
+        self.score_divisor = float(layer + 1) if scales_scores else 1.0
+        self.seed = spec.seed
+        self.kernels = spec.kernels
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sample_numbers: torch.Tensor | None
+    ) -> torch.Tensor:
+        drops = self.training and self.dropout > 0.0
+        if self.backend == "sdpa" or (self.backend == "auto" and not drops):
+            assert not drops, "refused when the configuration is built"
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
+        scores = torch.matmul(q * (self.scale / self.score_divisor), k.transpose(-1, -2))  # [b, n, s, s]
+        probabilities = functional.scaled_causal_softmax(scores, self.score_divisor, impl=self.kernels)
+        if drops:
+            assert sample_numbers is not None, "dropout masks are a function of the sample numbers"
+            probabilities = functional.attention_dropout(
+                probabilities,
+                p=self.dropout,
+                seed=self.seed,
+                sample_numbers=sample_numbers,
+                layer=self.layer,
+                head_offset=self.head_offset,
+                training=True,
+                impl=self.kernels,
+            )
+        return torch.matmul(probabilities, v)

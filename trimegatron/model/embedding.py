@@ -1,0 +1,60 @@
+"""Words plus learned positions."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from trimegatron.kernels import functional
+from trimegatron.model.spec import GPTSpec
+from trimegatron.tensor_parallel.embedding import VocabParallelEmbedding
+from trimegatron.tensor_parallel.parameter import make_parameter
+
+
+class PositionEmbedding(nn.Module):
+    """The table of learned positions, the same on every rank: ``weight`` is [max positions, h]."""
+
+    def __init__(self, spec: GPTSpec):
+        super().__init__()
+        shape = (spec.max_position_embeddings, spec.hidden_size)
+        self.weight = make_parameter(shape, init_std=spec.init_method_std, dtype=spec.dtype, device=spec.device)
+
+
+class GPTEmbedding(nn.Module):
+    """dropout(word[token] + position[0 … s−1]): tokens [b, s] -> [s, b, h].
+
+    Without positions it only holds the word table, for a head that is tied to it on another stage.
+    """
+
+    def __init__(self, spec: GPTSpec, *, with_positions: bool = True):
+        super().__init__()
+        self.word_embeddings = VocabParallelEmbedding(
+            spec.vocab_size,
+            spec.padded_vocab_size,
+            spec.hidden_size,
+            axis=spec.tensor,
+            init_std=spec.init_method_std,
+            dtype=spec.dtype,
+            device=spec.device,
+        )
+        if with_positions:
+            self.position_embeddings = PositionEmbedding(spec)
+        self.dropout = spec.hidden_dropout
+        self.seed = spec.seed
+        self.kernels = spec.kernels
+
+    def forward(self, tokens: torch.Tensor, sample_numbers: torch.Tensor | None) -> torch.Tensor:
+        words = self.word_embeddings(tokens).transpose(0, 1)  # [s, b, h]
+        positions = self.position_embeddings.weight[: words.shape[0]]  # [s, h]
+        return functional.bias_dropout_add(
+            (words + positions.unsqueeze(1)).contiguous(),
+            None,
+            None,
+            p=self.dropout,
+            seed=self.seed,
+            sample_numbers=sample_numbers,
+            site=functional.Site.EMBEDDING,
+            layer=0,
+            training=self.training,
+            impl=self.kernels,
+        )

@@ -1,0 +1,76 @@
+"""GPT, cut into stages: embedding | layers | head with the loss inside.
+
+Legend: s sequence, b micro-batch, h hidden, v this rank's columns of the padded vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from trimegatron.model.embedding import GPTEmbedding
+from trimegatron.model.layer import TransformerLayer
+from trimegatron.model.norm import LayerNorm
+from trimegatron.model.spec import GPTSpec
+from trimegatron.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from trimegatron.tensor_parallel.linear import column_parallel_linear
+
+
+class GPTStage(nn.Module):
+    """The layers ``layers`` (global numbers), behind the embedding on the first stage, before the head on the last.
+
+    A model that is not cut is one stage that is both. Parameter names carry global layer numbers, so they are the same however
+    the model is cut. The head is tied to the word embedding.
+    """
+
+    def __init__(self, spec: GPTSpec, layers: range, *, is_first: bool = True, is_last: bool = True):
+        super().__init__()
+        self.is_first = is_first
+        self.is_last = is_last
+        if is_first or is_last:
+            self.embedding = GPTEmbedding(spec, with_positions=is_first)
+        self.layers = nn.ModuleDict({str(layer): TransformerLayer(spec, layer) for layer in layers})
+        if is_last:
+            self.final_layernorm = LayerNorm(spec)
+        self.group = spec.tensor.group
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        *,
+        labels: torch.Tensor | None = None,
+        loss_mask: torch.Tensor | None = None,
+        sample_numbers: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Tokens [b, s], or the previous stage's [s, b, h] -> [s, b, h]; on the last stage the loss, or without labels the logits.
+
+        Args:
+            labels: [b, s], the token after each.
+            loss_mask: [b, s], 1 where the loss counts.
+            sample_numbers: [b] int64, which samples of the run these are; needed where there is dropout.
+
+        Returns:
+            On the last stage the sum of the losses of all unmasked tokens (fp32 scalar), or the logits [s, b, v].
+        """
+        if self.is_first:
+            x = self.embedding(x, sample_numbers)
+        for layer in self.layers.values():
+            x = layer(x, sample_numbers)
+        return self.head(x, labels, loss_mask) if self.is_last else x
+
+    def head(self, x: torch.Tensor, labels: torch.Tensor | None, loss_mask: torch.Tensor | None) -> torch.Tensor:
+        """Final norm, logits over the tied table, loss."""
+        words = self.embedding.word_embeddings
+        logits = column_parallel_linear(self.final_layernorm(x), words.weight, None, self.group)
+        if labels is None:
+            return logits
+        loss = vocab_parallel_cross_entropy(
+            logits,
+            labels.transpose(0, 1),
+            vocab_start=words.vocab_start,
+            num_valid=words.num_valid,
+            group=self.group,
+        )  # [s, b]
+        if loss_mask is not None:
+            loss = loss * loss_mask.transpose(0, 1)
+        return loss.sum()

@@ -1,0 +1,58 @@
+"""One transformer layer, pre-norm."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from trimegatron.kernels import functional
+from trimegatron.model.attention import SelfAttention
+from trimegatron.model.mlp import MLP
+from trimegatron.model.norm import LayerNorm
+from trimegatron.model.spec import GPTSpec
+
+
+class TransformerLayer(nn.Module):
+    """x += dropout(attention(norm(x)) + b); x += dropout(mlp(norm(x)) + b): [s, b, h] -> [s, b, h].
+
+    ``layer`` is the global layer number, from 0: it names the parameters and it is part of the dropout masks' key.
+    """
+
+    def __init__(self, spec: GPTSpec, layer: int):
+        super().__init__()
+        self.input_layernorm = LayerNorm(spec)
+        self.self_attention = SelfAttention(spec, layer)
+        self.post_attention_layernorm = LayerNorm(spec)
+        self.mlp = MLP(spec)
+        self.layer = layer
+        self.dropout = spec.hidden_dropout
+        self.seed = spec.seed
+        self.kernels = spec.kernels
+
+    def forward(self, x: torch.Tensor, sample_numbers: torch.Tensor | None) -> torch.Tensor:
+        y = self.self_attention(self.input_layernorm(x), sample_numbers)
+        x = self.add(y, self.self_attention.output_bias, x, sample_numbers, functional.Site.ATTENTION_OUTPUT)
+        y = self.mlp(self.post_attention_layernorm(x))
+        return self.add(y, self.mlp.output_bias, x, sample_numbers, functional.Site.MLP_OUTPUT)
+
+    def add(
+        self,
+        y: torch.Tensor,
+        bias: torch.Tensor,
+        residual: torch.Tensor,
+        sample_numbers: torch.Tensor | None,
+        site: int,
+    ) -> torch.Tensor:
+        """residual + dropout(y + bias)."""
+        return functional.bias_dropout_add(
+            y,
+            bias,
+            residual,
+            p=self.dropout,
+            seed=self.seed,
+            sample_numbers=sample_numbers,
+            site=site,
+            layer=self.layer,
+            training=self.training,
+            impl=self.kernels,
+        )

@@ -1,0 +1,46 @@
+"""What every part of the model needs to know about the whole of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from trimegatron.mesh import Axis
+
+
+@dataclass(frozen=True)
+class GPTSpec:
+    """The model as it is built on one rank: the architecture, the numerics, and this rank's place. Sizes are global ones."""
+
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_attention_heads: int
+    kv_channels: int
+    """Width of one attention head."""
+    max_position_embeddings: int
+    vocab_size: int
+    """Words that exist; only they take probability."""
+    padded_vocab_size: int
+    """Rows of the embedding table: a multiple of what the tensor-parallel cut needs."""
+    layernorm_epsilon: float = 1e-5
+    attention_dropout: float = 0.1
+    hidden_dropout: float = 0.1
+    init_method_std: float = 0.02
+    gelu: str = "tanh"
+    """Form of the activation: "tanh", or "none" for the exact one (torch's ``approximate``)."""
+    attention_backend: str = "auto"
+    apply_query_key_layer_scaling: bool = False
+    kernels: str = "auto"
+    """Implementation of the fused operations: "auto" is Triton on a GPU and the eager references on a CPU."""
+    seed: int = 1234
+    """Of initial weights and dropout masks, both functions of it and of where they are (docs/architecture.md)."""
+    dtype: torch.dtype = torch.float32
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    tensor: Axis = Axis()
+
+    @property
+    def output_init_std(self) -> float:
+        """Standard deviation of the layers that write to the residual stream: σ / √(2 · layers)."""
+        return self.init_method_std / (2.0 * self.num_layers) ** 0.5

@@ -1,0 +1,275 @@
+"""The entry of ``torchrun -m trimegatron.train`` and of ``python -m trimegatron.train``: parse, build, run, tear down."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trimegatron.checkpoint.checkpoint import CheckpointState, Progress, load_checkpoint
+from trimegatron.checkpoint.directory import checkpoint_folder, find_checkpoint, problem_with, require_checkpoint
+from trimegatron.config import Config, parse_train_args
+from trimegatron.data.gpt_dataset import build_gpt_datasets
+from trimegatron.data_parallel.buffer import ParameterBuffer
+from trimegatron.errors import CheckpointError, UserError
+from trimegatron.mesh import Mesh, close_mesh, init_mesh, select_device
+from trimegatron.metrics import MetricsWriter, metrics_path
+from trimegatron.model.build import build_model, model_spec
+from trimegatron.optim.adamw import FlatAdamW
+from trimegatron.optim.scaler import DynamicLossScaler, LossScaler
+from trimegatron.optim.schedule import LearningRateSchedule, WeightDecaySchedule
+from trimegatron.tensor_parallel.embedding import padded_vocab_size
+from trimegatron.tokenizer import Tokenizer, build_tokenizer
+from trimegatron.trainer import Datasets, Trainer
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Train; returns the exit code (docs/interface.md). Of several ranks with the same error one speaks."""
+    mesh: Mesh | None = None
+    try:
+        config = parse_train_args(sys.argv[1:] if argv is None else argv, world_size=world_size())
+        tokenizer = build_tokenizer(
+            config.data.tokenizer_type,
+            vocab_file=config.data.vocab_file,
+            merge_file=config.data.merge_file,
+            tokenizer_model=config.data.tokenizer_model,
+            vocab_size=config.model.vocab_size,
+        )
+        config = with_vocab_size(config, tokenizer)
+        device = select_device(config.training.device)
+        set_threads(device)
+        mesh = init_mesh(
+            device,
+            tensor_parallel_size=config.parallel.tensor_model_parallel_size,
+            pipeline_parallel_size=config.parallel.pipeline_model_parallel_size,
+            backend=config.parallel.distributed_backend,
+            timeout_minutes=config.parallel.distributed_timeout_minutes,
+        )
+        run(config, mesh, tokenizer)
+    except UserError as error:
+        # Until the mesh is there every rank meets the same error, unless nodes differ: then the first of a node speaks.
+        speaks = mesh.is_first_to("speak of an error") if mesh is not None else os.environ.get("LOCAL_RANK", "0") == "0"
+        if speaks:
+            print(f"trimegatron train: error: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+    finally:
+        close_mesh()
+    return 0
+
+
+def run(config: Config, mesh: Mesh, tokenizer: Tokenizer) -> None:
+    """Build everything the configuration asks for, and train."""
+    say = print if mesh.is_first_rank else _silent
+    checkpoint = find_load(config, say)
+    trainer = build_trainer(config, mesh, tokenizer, checkpoint, say)
+    try:
+        trainer.train()
+    finally:
+        trainer.metrics.close()
+
+
+def build_trainer(config: Config, mesh: Mesh, tokenizer: Tokenizer, checkpoint: Path | None, say: Any) -> Trainer:
+    """The trainer, at the start of the run or where ``checkpoint`` left it."""
+    datasets, data_description = build_datasets(config, say)
+    model = build_model(config, mesh)
+    fp32_grads = config.precision.accumulate_allreduce_grads_in_fp32 or config.precision.params_dtype == "float32"
+    buffer = ParameterBuffer(
+        model.named_parameters(),
+        grad_dtype=torch.float32 if fp32_grads else getattr(torch, config.precision.params_dtype),
+    )
+    optimizer = FlatAdamW(
+        buffer,
+        beta1=config.optimizer.adam_beta1,
+        beta2=config.optimizer.adam_beta2,
+        epsilon=config.optimizer.adam_eps,
+        kernels=config.model.kernels,
+    )
+    scaler = build_scaler(config)
+    progress = Progress()
+    metrics = MetricsWriter(config, model_spec(config, tensor=mesh.tensor, device=mesh.device), mesh)
+    lr_schedule, weight_decay_schedule = build_schedules(config)
+    if checkpoint is not None:
+        with_optimizer = not (config.checkpoint.finetune or config.checkpoint.no_load_optim)
+        state = load_checkpoint(checkpoint, config=config, optimizer=optimizer, mesh=mesh, with_optimizer=with_optimizer)
+        if not config.checkpoint.finetune:
+            progress = state.progress
+        if with_optimizer:
+            scaler.load(state.scaler)
+            lr_schedule, weight_decay_schedule = resume_schedules(config, state)
+        say(f"loaded {checkpoint}; going on at iteration {progress.iteration}")
+    metrics.resume_at(progress.iteration)
+    say(describe(config, mesh, buffer))
+    return Trainer(
+        config,
+        mesh=mesh,
+        model=model,
+        optimizer=optimizer,
+        scaler=scaler,
+        lr_schedule=lr_schedule,
+        weight_decay_schedule=weight_decay_schedule,
+        datasets=datasets,
+        tokenizer=tokenizer,
+        metrics=metrics,
+        progress=progress,
+        data_description=data_description,
+    )
+
+
+def build_datasets(config: Config, say: Any) -> tuple[Datasets, dict[str, Any]]:
+    """The splits, with Megatron's number of samples each, and what of them a checkpoint records."""
+    training = config.training
+    evaluation = training.eval_iters * training.global_batch_size
+    needed = {
+        "train": training.train_iters * training.global_batch_size,
+        "valid": (training.train_iters // training.eval_interval + 1) * evaluation,
+        "test": evaluation,
+    }
+    train, valid, test = build_gpt_datasets(
+        config.data.data_path[0],
+        split=config.data.split,
+        seq_length=config.data.seq_length,
+        seed=training.seed,
+        num_samples=needed,
+        cache_dir=config.data.data_cache_path,
+        log=say,
+    )
+    if valid is None and training.eval_iters > 0:
+        say(f"no validation: --split {config.data.split} gives it no documents")
+    description = {"path": config.data.data_path[0], "split": config.data.split, "samples": needed}
+    return Datasets(train, valid, test), description
+
+
+def with_vocab_size(config: Config, tokenizer: Tokenizer) -> Config:
+    """The configuration with the vocabulary that the tokenizer has.
+
+    Where the padding is not masked, every padded row is a word like the others, as in Megatron.
+    """
+    model, vocab_size = config.model, tokenizer.vocab_size
+    if not model.mask_padded_vocab:
+        tensor_parallel_size = config.parallel.tensor_model_parallel_size
+        vocab_size = padded_vocab_size(vocab_size, model.make_vocab_size_divisible_by, tensor_parallel_size)
+    return dataclasses.replace(config, model=dataclasses.replace(model, vocab_size=vocab_size))
+
+
+def find_load(config: Config, say: Any) -> Path | None:
+    """The checkpoint that ``--load`` means, or None for a fresh start.
+
+    Raises:
+        CheckpointError: it holds nothing, and it is not the folder of ``--save``, where a first run finds nothing.
+    """
+    if config.checkpoint.load is None:
+        return None
+    root = Path(config.checkpoint.load)
+    if config.checkpoint.ckpt_step is not None:
+        folder = checkpoint_folder(root, config.checkpoint.ckpt_step)
+        problem = problem_with(folder)
+        if problem is not None:
+            raise CheckpointError(f"--ckpt-step ({config.checkpoint.ckpt_step}): {folder} cannot be used: {problem}")
+        return folder
+    is_save = config.checkpoint.save is not None and root.resolve() == Path(config.checkpoint.save).resolve()
+    if is_save and (found := find_checkpoint(root, log=say)) is None:
+        say(f"--load {root} holds no checkpoint yet and is also --save: starting from scratch")
+        return None
+    return found if is_save else require_checkpoint(root, log=say)
+
+
+def build_scaler(config: Config) -> LossScaler:
+    """Dynamic for fp16 unless a constant scale is given; 1 for fp32 and bf16."""
+    precision = config.precision
+    if not precision.fp16:
+        return LossScaler()
+    if precision.loss_scale is not None:
+        return LossScaler(precision.loss_scale)
+    return DynamicLossScaler(
+        precision.initial_loss_scale, precision.min_loss_scale, precision.loss_scale_window, precision.hysteresis
+    )
+
+
+def build_schedules(config: Config) -> tuple[LearningRateSchedule, WeightDecaySchedule]:
+    """Learning rate and weight decay over consumed samples."""
+    optimizer, schedule = config.optimizer, config.schedule
+    return (
+        LearningRateSchedule(
+            optimizer.lr,
+            optimizer.min_lr,
+            schedule.warmup_samples,
+            schedule.decay_samples,
+            optimizer.lr_decay_style,
+        ),
+        WeightDecaySchedule(
+            optimizer.start_weight_decay,
+            optimizer.end_weight_decay,
+            schedule.total_samples,
+            optimizer.weight_decay_incr_style,
+        ),
+    )
+
+
+def resume_schedules(config: Config, state: CheckpointState) -> tuple[LearningRateSchedule, WeightDecaySchedule]:
+    """The schedules to go on with: the command line's, which must be the checkpoint's unless an option chooses.
+
+    Raises:
+        CheckpointError: they differ and no option chooses; each difference is named.
+    """
+    mine = build_schedules(config)
+    if config.optimizer.override_opt_param_scheduler:
+        return mine
+    saved_config = Config.from_dict(state.config)
+    saved = build_schedules(saved_config)
+    if config.optimizer.use_checkpoint_opt_param_scheduler:
+        return saved
+    differences = [
+        f"{field.name} is {getattr(theirs, field.name)} there and {getattr(ours, field.name)} here"
+        for theirs, ours in zip(saved, mine, strict=True)
+        for field in dataclasses.fields(ours)
+        # A constant weight decay has no length, so a longer run is no difference.
+        if not (field.name == "total_samples" and ours.style == "constant")
+        and getattr(theirs, field.name) != getattr(ours, field.name)
+    ]
+    if differences:
+        raise CheckpointError(
+            f"the checkpoint's schedule is not this command's: {'; '.join(differences)}. "
+            "--override-opt_param-scheduler takes this command's, --use-checkpoint-opt_param-scheduler the checkpoint's"
+        )
+    return mine
+
+
+def describe(config: Config, mesh: Mesh, buffer: ParameterBuffer) -> str:
+    """A few lines on what is about to run."""
+    training, schedule = config.training, config.schedule
+    num_parameters = sum(torch.Size(piece.spec.global_shape).numel() for piece in buffer.slices)
+    batch = training.global_batch_size
+    lines = [
+        f"GPT with {num_parameters / 1e6:.2f} M parameters, {config.precision.params_dtype}, on {mesh.world.size} × {mesh.device.type}: "
+        f"data {mesh.data.size} × tensor {mesh.tensor.size} × pipeline {mesh.pipeline.size} parallel",
+        f"a step is {batch} samples of {config.data.seq_length} tokens, in {config.num_micro_batches} micro-batches of "
+        f"{training.micro_batch_size} on each of {mesh.data.size} data-parallel ranks",
+        f"learning rate: 0 to {config.optimizer.lr:g} over iterations 0 to {schedule.warmup_samples / batch:g}, "
+        f"{config.optimizer.lr_decay_style} to {config.optimizer.min_lr:g} at {schedule.decay_samples / batch:g} "
+        f"(warm-up included); the run ends at {training.train_iters}",
+    ]
+    path = metrics_path(config)
+    lines.append(f"metrics: {path}" if path else "metrics are not written: give --save or --metrics-file")
+    return "\n".join(lines)
+
+
+def set_threads(device: torch.device) -> None:
+    """On a CPU the ranks of a node share its cores; OMP_NUM_THREADS, which torchrun sets, has the last word."""
+    if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+
+
+def world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _silent(*_: object, **__: object) -> None:
+    """What the other ranks say."""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

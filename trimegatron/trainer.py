@@ -1,0 +1,303 @@
+"""The training loop: the only one.
+
+One step: micro-batches forward and backward, gradients summed over data parallel, one norm, one factor, one optimizer launch.
+docs/architecture.md follows a sample through it; docs/gradients.md says who divides by what.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from trimegatron.checkpoint.checkpoint import Progress, save_checkpoint
+from trimegatron.config import Config
+from trimegatron.data.gpt_dataset import GPTDataset
+from trimegatron.data.loader import Batch, build_loader
+from trimegatron.data_parallel.buffer import ParameterBuffer
+from trimegatron.errors import DivergedError
+from trimegatron.mesh import Mesh
+from trimegatron.metrics import MetricsWriter
+from trimegatron.optim.adamw import FlatAdamW
+from trimegatron.optim.gradients import clip_factor, squared_norm
+from trimegatron.optim.scaler import LossScaler
+from trimegatron.optim.schedule import LearningRateSchedule, WeightDecaySchedule
+from trimegatron.pipeline_parallel.engine import run_micro_batches
+from trimegatron.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Datasets:
+    """The three splits; one is None where there is nothing to read or nothing that asks for it."""
+
+    train: GPTDataset | None
+    valid: GPTDataset | None
+    test: GPTDataset | None
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step came to. ``grad_norm`` is unscaled and before clipping."""
+
+    loss: float
+    grad_norm: float
+    is_skipped: bool
+
+
+class Trainer:
+    """Everything one rank trains with, and the loop over it."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        mesh: Mesh,
+        model: nn.Module,
+        optimizer: FlatAdamW,
+        scaler: LossScaler,
+        lr_schedule: LearningRateSchedule,
+        weight_decay_schedule: WeightDecaySchedule,
+        datasets: Datasets,
+        tokenizer: Tokenizer,
+        metrics: MetricsWriter,
+        progress: Progress,
+        data_description: dict[str, Any],
+    ):
+        self.config = config
+        self.mesh = mesh
+        self.model = model
+        self.optimizer = optimizer
+        self.buffer: ParameterBuffer = optimizer.buffer
+        self.scaler = scaler
+        self.lr_schedule = lr_schedule
+        self.weight_decay_schedule = weight_decay_schedule
+        self.datasets = datasets
+        self.tokenizer = tokenizer
+        self.metrics = metrics
+        self.progress = progress
+        self.data_description = data_description
+        self.started = time.monotonic()
+        self.saved_at: int | None = None
+        token_bytes = tokenizer.token_bytes()
+        self.token_bytes = None if token_bytes is None else torch.from_numpy(token_bytes).to(mesh.device)
+
+    def train(self) -> None:
+        """Train to ``train_iters``, or until an exit condition; evaluate and save on the way and at the end."""
+        config, progress = self.config, self.progress
+        if config.training.eval_at_start and progress.iteration == 0:
+            self.evaluate("valid", self.datasets.valid, window=0)
+        batches: Iterator[Batch] | None = None
+        self.model.train()
+        with self.metrics.pause():  # the first batch takes the workers' start
+            if progress.iteration < config.training.train_iters:
+                batches = self.loader(self.datasets.train, progress.consumed_samples)
+        while progress.iteration < config.training.train_iters:
+            assert batches is not None
+            self.step_and_report(batches)
+            iteration = progress.iteration
+            if config.training.eval_iters > 0 and iteration % config.training.eval_interval == 0:
+                self.evaluate("valid", self.datasets.valid, window=iteration // config.training.eval_interval - 1)
+            if config.checkpoint.save and iteration % (config.checkpoint.save_interval or iteration + 1) == 0:
+                self.save()
+            if self.should_exit():
+                break
+        if config.checkpoint.save and self.saved_at != progress.iteration:
+            self.save()
+        if progress.iteration >= config.training.train_iters and config.training.eval_iters > 0:
+            last_window = config.training.train_iters // config.training.eval_interval
+            self.evaluate("valid", self.datasets.valid, window=last_window)
+            self.evaluate("test", self.datasets.test, window=0)
+
+    def should_exit(self) -> bool:
+        """Whether ``--exit-interval`` or ``--exit-duration-in-mins`` ends the run here; the same answer on every rank."""
+        training, iteration = self.config.training, self.progress.iteration
+        if training.exit_interval is not None and iteration % training.exit_interval == 0:
+            self.say(f"--exit-interval {training.exit_interval}: stopping at iteration {iteration}")
+            return True
+        if training.exit_duration_in_mins is not None:
+            is_over = torch.tensor(float(time.monotonic() - self.started > training.exit_duration_in_mins * 60.0))
+            if self.mesh.world.group is not None:
+                is_over = is_over.to(self.mesh.device)
+                dist.all_reduce(is_over, op=dist.ReduceOp.MAX, group=self.mesh.world.group)
+            if is_over.item() > 0:
+                self.say(f"--exit-duration-in-mins {training.exit_duration_in_mins}: stopping at iteration {iteration}")
+                return True
+        return False
+
+    def step_and_report(self, batches: Iterator[Batch]) -> None:
+        """One training step, and its line."""
+        config, progress = self.config, self.progress
+        scale = self.scaler.scale
+        result = self.train_step(batches)
+        samples = config.training.global_batch_size
+        progress.iteration += 1
+        progress.consumed_samples += samples
+        if result.is_skipped:
+            progress.skipped_iterations += 1
+        else:
+            progress.scheduled_samples += samples
+        is_nan = not math.isfinite(result.loss)
+        progress.nan_iterations += is_nan
+        self.metrics.step(
+            {
+                "iteration": progress.iteration,
+                "consumed_samples": progress.consumed_samples,
+                "lm_loss": result.loss,
+                "learning_rate": self.lr_schedule(progress.scheduled_samples),
+                "grad_norm": result.grad_norm,
+                "loss_scale": scale,
+                "skipped": int(result.is_skipped),
+                "nan": int(is_nan),
+                **self.optional_norms(),
+            },
+            num_samples=samples,
+        )
+
+    def train_step(self, batches: Iterator[Batch]) -> StepResult:
+        """Forward and backward over the micro-batches of one global batch, then one optimizer step.
+
+        Backward starts from Σ loss · scale / (global batch · sequence length), a constant, so that every way of cutting the batch
+        gives the same gradient; the factor to the mean over the unmasked tokens comes after the sum over ranks.
+        """
+        config = self.config
+        all_tokens = config.training.global_batch_size * config.data.seq_length
+        self.buffer.zero_grad()
+        loss_sum, num_tokens = run_micro_batches(
+            self.model, self.take(batches), backward_scale=self.scaler.scale / all_tokens
+        )
+        self.buffer.reduce_grads(self.mesh.data)
+        loss_sum, num_tokens = self.sum_over_data_parallel(loss_sum, num_tokens)
+        unscale = all_tokens / (num_tokens.clamp(min=1.0) * self.scaler.scale)
+        norm = squared_norm(self.buffer, self.mesh.tensor, kernels=config.model.kernels).sqrt() * unscale
+        loss, grad_norm = torch.stack([loss_sum / num_tokens.clamp(min=1.0), norm]).tolist()
+        overflowed = not math.isfinite(grad_norm)
+        if overflowed:
+            self.check_overflow(loss)
+        else:
+            progress = self.progress
+            self.optimizer.step(
+                lr=self.lr_schedule(progress.scheduled_samples),
+                weight_decay=self.weight_decay_schedule(progress.scheduled_samples),
+                grad_multiplier=unscale * clip_factor(norm, config.optimizer.clip_grad),
+            )
+        self.scaler.update(overflowed)
+        return StepResult(loss, grad_norm, overflowed)
+
+    def check_overflow(self, loss: float) -> None:
+        """Gradients that are not finite never touch the weights. With fp16 the scale adapts; else the run has diverged.
+
+        Raises:
+            DivergedError: the loss or the gradient is not finite, and the options do not say to go on.
+        """
+        config, progress = self.config, self.progress
+        if not config.training.check_for_nan_in_loss_and_grad:
+            return
+        can_adapt = config.precision.fp16 and config.precision.loss_scale is None
+        if can_adapt and math.isfinite(loss) and self.scaler.scale > config.precision.min_loss_scale:
+            return
+        first = progress.consumed_samples
+        reason = "the gradient norm is not finite" if math.isfinite(loss) else f"the loss is {loss}"
+        if can_adapt and math.isfinite(loss):
+            reason += f" at the smallest loss scale, {self.scaler.scale:g}"
+        raise DivergedError(
+            f"training diverged at iteration {progress.iteration + 1} (samples {first} to "
+            f"{first + config.training.global_batch_size - 1} of the run): {reason}. Lower --lr or lengthen the warm-up; "
+            "--no-check-for-nan-in-loss-and-grad skips such steps instead"
+        )
+
+    @torch.no_grad()
+    def evaluate(self, split: str, dataset: GPTDataset | None, *, window: int) -> None:
+        """The loss over ``eval_iters`` global batches of ``dataset``: number ``window`` of its runs of that many."""
+        if dataset is None:
+            return
+        config = self.config
+        eval_iters = config.training.eval_iters
+        with self.metrics.pause():
+            self.model.eval()
+            batches = self.loader(dataset, window * eval_iters * config.training.global_batch_size)
+            totals = torch.zeros(3, device=self.mesh.device, dtype=torch.float64)
+            for _ in range(eval_iters):
+                micro_batches = list(self.take(batches))
+                loss_sum, num_tokens = run_micro_batches(self.model, micro_batches, backward_scale=None)
+                totals += torch.stack([loss_sum, num_tokens, self.count_bytes(micro_batches)])
+            loss_sum, num_tokens, num_bytes = (total.item() for total in self.sum_over_data_parallel(*totals))
+            self.model.train()
+            bits_per_byte = loss_sum / math.log(2.0) / num_bytes if num_bytes > 0 else None
+            self.metrics.evaluation(split, self.progress.iteration, loss_sum / max(num_tokens, 1.0), bits_per_byte)
+
+    def count_bytes(self, batches: list[Batch]) -> torch.Tensor:
+        """Bytes of text in the labels that count; 0 where the tokenizer cannot say."""
+        total = torch.zeros((), device=self.mesh.device)
+        if self.token_bytes is not None:
+            for batch in batches:
+                total += (self.token_bytes[batch.labels] * batch.loss_mask).sum()
+        return total
+
+    def save(self) -> None:
+        """Save a checkpoint of this moment."""
+        with self.metrics.pause():
+            started = time.perf_counter()
+            folder = save_checkpoint(
+                Path(self.config.checkpoint.save or ""),
+                config=self.config,
+                progress=self.progress,
+                optimizer=self.optimizer,
+                scaler=self.scaler.state(),
+                data=self.data_description,
+                tokenizer=self.tokenizer,
+                mesh=self.mesh,
+            )
+            self.saved_at = self.progress.iteration
+            self.say(f"saved {folder} in {time.perf_counter() - started:.1f} s")
+
+    def loader(self, dataset: GPTDataset | None, consumed_samples: int) -> Iterator[Batch]:
+        """Micro-batches of this rank, from ``consumed_samples`` on."""
+        assert dataset is not None
+        config = self.config
+        return build_loader(
+            dataset,
+            consumed_samples=consumed_samples,
+            micro_batch_size=config.training.micro_batch_size,
+            data_parallel_rank=self.mesh.data.rank,
+            data_parallel_size=self.mesh.data.size,
+            num_workers=config.data.num_workers,
+            eod_mask_loss=config.data.eod_mask_loss,
+            eod=self.tokenizer.eod,
+            pin_memory=self.mesh.device.type == "cuda",
+        )
+
+    def take(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """The micro-batches of one global batch, on the device."""
+        for _ in range(self.config.num_micro_batches):
+            yield Batch(*(tensor.to(self.mesh.device, non_blocking=True) for tensor in next(batches)))
+
+    def sum_over_data_parallel(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Sums of scalars over the data-parallel ranks, in one all-reduce."""
+        stacked = torch.stack(values)
+        if self.mesh.data.group is not None:
+            dist.all_reduce(stacked, group=self.mesh.data.group)
+        return tuple(stacked.unbind())
+
+    def optional_norms(self) -> dict[str, float]:
+        """What ``--log-params-norm`` and ``--log-num-zeros-in-grad`` ask for."""
+        logging, kernels = self.config.logging, self.config.model.kernels
+        values = {}
+        if logging.log_params_norm:
+            values["params_norm"] = squared_norm(
+                self.buffer, self.mesh.tensor, kernels=kernels, of=self.optimizer.master
+            ).sqrt().item()
+        if logging.log_num_zeros_in_grad:
+            values["num_zeros"] = self.buffer.count_zero_grads(self.mesh.tensor)
+        return values
+
+    def say(self, line: str) -> None:
+        """Print a line, once."""
+        if self.mesh.is_first_rank:
+            print(line, flush=True)
