@@ -86,7 +86,9 @@ def main() -> None:
     folder, tokens_file, output = sys.argv[1:]
     model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
     # What transformers would fill in by itself is no part of a conversion.
-    wrong = {kind: names for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") if (names := info.get(kind))}
+    wrong = {
+        kind: names for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") if (names := info.get(kind))
+    }
     if wrong:
         sys.exit(f"the model's tensors do not match: {wrong}")
     with torch.no_grad():

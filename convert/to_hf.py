@@ -33,7 +33,9 @@ def convert_to_hf(load: Path, output: Path, *, dtype: str | None = None, verify:
         CheckpointError: there is no checkpoint, it cannot become a GPT-2, or the proof fails.
     """
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ConfigError(f"--output ({output}) must not exist yet, or be empty. Give another folder, or remove it first")
+        raise ConfigError(
+            f"--output ({output}) must not exist yet, or be empty. Give another folder, or remove it first"
+        )
     source = require_checkpoint(load)
     output.parent.mkdir(parents=True, exist_ok=True)
     temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
@@ -51,7 +53,9 @@ def convert_to_hf(load: Path, output: Path, *, dtype: str | None = None, verify:
                 max_positions=config.model.max_position_embeddings,
             )
             if not proof.holds:
-                raise CheckpointError(f"the converted model is not the checkpoint's: {proof}. Nothing was written to {output}")
+                raise CheckpointError(
+                    f"the converted model is not the checkpoint's: {proof}. Nothing was written to {output}"
+                )
         if output.exists():
             output.rmdir()
         temporary.rename(output)

@@ -39,7 +39,7 @@ def _visible(row, column, heads, queries, keys, mask, stride_b, stride_h, stride
             + tl.cast(head % heads, tl.int64) * stride_h
             + tl.cast(query, tl.int64) * stride_q
         )
-        masked = tl.load(mask + start[:, None] + column[None, :], mask=inside, other=1)
+        masked = tl.load(mask + (start[:, None] + column[None, :]), mask=inside, other=1)
         counted = inside & (masked == 0)
     return loaded, counted
 
@@ -132,11 +132,12 @@ def _long_forward_kernel(
     total = tl.zeros([1, COLUMNS], tl.float32)
     for start in tl.range(0, keys, COLUMNS, num_stages=STAGES):
         column = start + tl.arange(0, COLUMNS)
+        offset = first + column[None, :]
         inside = (column < keys)[None, :] & (row < rows)[:, None]
         loaded, counted = _visible(
             row, column, heads, queries, keys, mask, stride_b, stride_h, stride_q, inside, CAUSAL, HAS_MASK
         )
-        value = tl.load(scores + first + column[None, :], mask=loaded, other=0.0).to(tl.float32) * scale
+        value = tl.load(scores + offset, mask=loaded, other=0.0).to(tl.float32) * scale
         value = tl.where(counted, value, float("-inf"))
         higher = tl.maximum(highest, value)
         level = tl.where(higher == float("-inf"), 0.0, higher)
@@ -148,14 +149,15 @@ def _long_forward_kernel(
     sum_all = tl.where(sum_all == 0.0, 1.0, sum_all)
     for start in tl.range(0, keys, COLUMNS, num_stages=STAGES):
         column = start + tl.arange(0, COLUMNS)
+        offset = first + column[None, :]
         inside = (column < keys)[None, :] & (row < rows)[:, None]
         loaded, counted = _visible(
             row, column, heads, queries, keys, mask, stride_b, stride_h, stride_q, inside, CAUSAL, HAS_MASK
         )
-        value = tl.load(scores + first + column[None, :], mask=loaded, other=0.0).to(tl.float32) * scale
+        value = tl.load(scores + offset, mask=loaded, other=0.0).to(tl.float32) * scale
         value = tl.where(counted, value, float("-inf"))
         weight = tl.exp2((value - top[:, None]) * _LOG2_E) / sum_all[:, None]
-        tl.store(y + first + column[None, :], weight.to(y.dtype.element_ty), mask=inside)
+        tl.store(y + offset, weight.to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -176,20 +178,22 @@ def _long_backward_kernel(
     along = tl.zeros([1, COLUMNS], tl.float32)
     for start in tl.range(0, keys, COLUMNS, num_stages=STAGES):
         column = start + tl.arange(0, COLUMNS)
+        offset = first + column[None, :]
         inside = (column < keys)[None, :] & (row < rows)[:, None]
         loaded, counted = _visible(row, column, 1, queries, keys, y, 0, 0, 0, inside, CAUSAL, False)
-        weight = tl.load(y + first + column[None, :], mask=loaded, other=0.0).to(tl.float32)
-        upstream = tl.load(dy + first + column[None, :], mask=loaded, other=0.0).to(tl.float32)
+        weight = tl.load(y + offset, mask=loaded, other=0.0).to(tl.float32)
+        upstream = tl.load(dy + offset, mask=loaded, other=0.0).to(tl.float32)
         along += tl.where(counted, weight * upstream, 0.0)
     level = tl.sum(along, axis=1)[:, None]
     for start in tl.range(0, keys, COLUMNS, num_stages=STAGES):
         column = start + tl.arange(0, COLUMNS)
+        offset = first + column[None, :]
         inside = (column < keys)[None, :] & (row < rows)[:, None]
         loaded, counted = _visible(row, column, 1, queries, keys, y, 0, 0, 0, inside, CAUSAL, False)
-        weight = tl.load(y + first + column[None, :], mask=loaded, other=0.0).to(tl.float32)
-        upstream = tl.load(dy + first + column[None, :], mask=loaded, other=0.0).to(tl.float32)
+        weight = tl.load(y + offset, mask=loaded, other=0.0).to(tl.float32)
+        upstream = tl.load(dy + offset, mask=loaded, other=0.0).to(tl.float32)
         gradient = tl.where(counted, weight * (upstream - level) * scale, 0.0)
-        tl.store(dx + first + column[None, :], gradient.to(dx.dtype.element_ty), mask=inside)
+        tl.store(dx + offset, gradient.to(dx.dtype.element_ty), mask=inside)
 
 
 def _config(op: str, keys: int, bytes_per_column: int) -> Config:

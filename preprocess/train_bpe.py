@@ -6,9 +6,11 @@ import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from trimegatron import byte_level
+from trimegatron.byte_level import END_OF_TEXT
 from trimegatron.errors import ConfigError, DataError
 from trimegatron.preprocess.reader import parse_line, read_chunks
-from trimegatron.tokenizer import END_OF_TEXT, BPETokenizer, byte_level_bpe, byte_level_from_vocab
+from trimegatron.tokenizer import BPETokenizer
 
 _BYTES = 256
 
@@ -32,7 +34,7 @@ def train_bpe(
         ConfigError: vocabulary too small, file missing.
         DataError: a line that cannot be used.
     """
-    from tokenizers import models, pre_tokenizers, trainers
+    from tokenizers import models, trainers
 
     if vocab_size < _BYTES + 1:
         raise ConfigError(f"--vocab-size ({vocab_size}) must be at least {_BYTES + 1}: 256 bytes and {END_OF_TEXT}")
@@ -40,11 +42,11 @@ def train_bpe(
     for path in paths:
         if not path.is_file():
             raise ConfigError(f"--input ({path}): no such file")
-    backend = byte_level_bpe(models.BPE())
+    backend = byte_level.byte_level(models.BPE())
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size - 1,
         show_progress=False,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        initial_alphabet=byte_level.alphabet(),
     )
     texts = _Texts(paths, json_keys)
     try:
@@ -59,7 +61,7 @@ def train_bpe(
     if len(vocab) < vocab_size:
         print(f"The text gives {len(vocab)} ids, not --vocab-size {vocab_size}; going on with {len(vocab)}.")
     merges = [tuple(merge) if isinstance(merge, list) else tuple(merge.split(" ")) for merge in learnt["merges"]]
-    tokenizer = BPETokenizer(byte_level_from_vocab(vocab, merges), "GPT2BPETokenizer", END_OF_TEXT, {})
+    tokenizer = BPETokenizer(byte_level.from_vocab(vocab, merges), "GPT2BPETokenizer", END_OF_TEXT, {})
     tokenizer.save(output)
     return tokenizer
 

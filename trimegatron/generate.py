@@ -46,7 +46,9 @@ def main(argv: list[str]) -> int:
     prompt = tokenizer.encode(config.prompt)
     if not prompt:
         if tokenizer.eod is None:
-            fail("prompt", config.prompt, "must not be empty: this tokenizer has no end-of-document token to begin with")
+            fail(
+                "prompt", config.prompt, "must not be empty: this tokenizer has no end-of-document token to begin with"
+            )
         prompt = [tokenizer.eod]
     tokens = generate(model, tokenizer, prompt, config)
     print(tokenizer.decode(token for token in [*prompt, *tokens] if token != tokenizer.eod))

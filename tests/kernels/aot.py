@@ -32,6 +32,7 @@ _TYPES = {
     torch.uint8: "*u8",
 }
 _OPCODE = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", re.M)
+_NARROW_OFFSET = re.compile(r"tt\.addptr .*tensor<\d+x\d+xi32>")
 _RESOURCES = re.compile(r"REG:(\d+)\s+STACK:(\d+)\s+SHARED:(\d+)\s+LOCAL:(\d+)")
 
 
@@ -55,6 +56,8 @@ class Code:
     loads: Counter[int] = field(default_factory=Counter)
     stores: Counter[int] = field(default_factory=Counter)
     async_loads: Counter[int] = field(default_factory=Counter)
+    narrow_offsets: list[str] = field(default_factory=list)
+    """Pointer arithmetic on [R, C] tiles with 32-bit offsets, which overflow at 2**31 elements."""
 
     def __str__(self) -> str:
         def widths(counts: Counter[int]) -> str:
@@ -136,6 +139,7 @@ def measure(launch: Launch, arch: int) -> Code:
     assert match, usage
     registers, stack, static_shared, local = map(int, match.groups())
     code = Code(registers, stack + local, static_shared + compiled.metadata.shared)
+    code.narrow_offsets = _NARROW_OFFSET.findall(compiled.asm["ttir"])
     counters = {"LDG": code.loads, "STG": code.stores, "LDGSTS": code.async_loads}
     for opcode in opcodes:
         head = opcode.partition(".")[0]

@@ -217,7 +217,9 @@ def read_whole(folder: Path, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
             continue
         shape = global_shape(pieces)
         if sum(math.prod(piece.shape) for piece in pieces) != math.prod(shape):
-            raise CheckpointError(f"{folder}: the pieces of {name} do not cover its shape {list(shape)}; a shard is missing")
+            raise CheckpointError(
+                f"{folder}: the pieces of {name} do not cover its shape {list(shape)}; a shard is missing"
+            )
         whole: torch.Tensor | None = None
         for piece in pieces:
             with safe_open(piece.file, framework="pt") as file:

@@ -58,7 +58,7 @@ class Config:
 
     @property
     def schedule(self) -> Schedule:
-        """The learning-rate schedule, counted in samples."""
+        """Learning rate and weight decay, counted in samples."""
         optimizer, training = self.optimizer, self.training
         if training.train_samples is None:
             assert optimizer.lr_decay_iters is not None
@@ -70,7 +70,17 @@ class Config:
             decay, warmup, total = optimizer.lr_decay_samples, optimizer.lr_warmup_samples, training.train_samples
         if optimizer.lr_warmup_fraction is not None:
             warmup = optimizer.lr_warmup_fraction * decay
-        return Schedule(optimizer.lr, optimizer.min_lr, optimizer.lr_decay_style, warmup, decay, total)
+        return Schedule(
+            lr=optimizer.lr,
+            min_lr=optimizer.min_lr,
+            style=optimizer.lr_decay_style,
+            warmup_samples=warmup,
+            decay_samples=decay,
+            total_samples=total,
+            start_weight_decay=optimizer.start_weight_decay,
+            end_weight_decay=optimizer.end_weight_decay,
+            weight_decay_style=optimizer.weight_decay_incr_style,
+        )
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Group → field → value, ready for JSON."""

@@ -293,7 +293,7 @@ def _read_file(path: Path, groups: Sequence[type], parser: OptionParser) -> dict
             value = convert(declared, value)
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from None
-        found[declared.name] = value if _spellings(declared).get(spelling) is False else value
+        found[declared.name] = not value if _spellings(declared).get(spelling) is False else value
 
     for key, value in load_mapping(path).items():
         if isinstance(value, dict) and str(key) in members:

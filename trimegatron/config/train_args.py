@@ -77,8 +77,15 @@ def read_train_args(argv: Sequence[str], *, world_size: int) -> ExplainedConfig:
 
 
 def parse_train_args(argv: Sequence[str], *, world_size: int) -> Config:
-    """``read_train_args`` without the history: the configuration alone."""
-    return read_train_args(argv, world_size=world_size).config
+    """The configuration alone; ``--explain`` prints and raises SystemExit(0), as ``--help`` does.
+
+    Where many ranks read the same line, ``read_train_args`` leaves the printing, also of the notes, to one of them.
+    """
+    done = read_train_args(argv, world_size=world_size)
+    if done.explain:
+        print(done.text(), end="")
+        raise SystemExit(0)
+    return done.config
 
 
 def _check_one_length(given: Given) -> None:

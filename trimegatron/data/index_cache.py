@@ -22,6 +22,7 @@ import numpy as np
 
 from trimegatron.data.indices import GPTIndices
 from trimegatron.errors import DataError
+from trimegatron.files import write_atomically
 
 Log = Callable[[str], None]
 FORMAT = 1  # count up when the files or the algorithms change
@@ -102,8 +103,7 @@ class IndexCache:
                 np.save(file, values, allow_pickle=False)
             with path.open("rb") as written:
                 sums[path.name] = hashlib.file_digest(written, "sha256").hexdigest()
-        with _replacing(self.description_file) as file:
-            file.write(json.dumps({**self.description, "sha256": sums}, indent=2).encode())
+        write_atomically(self.description_file, json.dumps({**self.description, "sha256": sums}, indent=2))
 
     @contextmanager
     def _locked(self) -> Iterator[None]:

@@ -5,7 +5,6 @@ S: sequences; D: documents + 1.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 from array import array
@@ -17,6 +16,7 @@ from numpy.typing import ArrayLike
 
 from trimegatron.data.index_format import HEADER_BYTES, Header, bin_path, idx_path
 from trimegatron.errors import DataError
+from trimegatron.files import sync_folder
 
 _INDEX_CHUNK = 1 << 20  # entries converted at a time when an index is written
 _SAMPLED_BLOCKS, _SAMPLED_BYTES = 16, 1 << 16
@@ -187,7 +187,7 @@ class IndexedDatasetWriter:
         index.unlink(missing_ok=True)
         self._temporary[tokens].replace(tokens)
         self._temporary[index].replace(index)
-        _sync_folder(index.parent)
+        sync_folder(index.parent)
 
     def _write_index(self, file: BinaryIO) -> None:
         file.write(Header(self.dtype, len(self._sizes), len(self._documents)).pack())
@@ -224,13 +224,3 @@ def _sync_and_close(file: BinaryIO) -> None:
     file.flush()
     os.fsync(file.fileno())
     file.close()
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make the renames in ``folder`` durable, where the file system can."""
-    with contextlib.suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

@@ -38,7 +38,7 @@ class GPTSpec:
     """Of initial weights and dropout masks, both functions of it and of where they are (docs/architecture.md)."""
     dtype: torch.dtype = torch.float32
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    tensor: Axis = Axis()
+    tensor: Axis = field(default_factory=Axis)
 
     @property
     def output_init_std(self) -> float:

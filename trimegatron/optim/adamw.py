@@ -30,7 +30,12 @@ class FlatAdamW:
         self.step_count += 1
         scalars = torch.tensor(
             functional.adamw_scalars(
-                lr=lr, weight_decay=weight_decay, beta1=self.beta1, beta2=self.beta2, eps=self.epsilon, step=self.step_count
+                lr=lr,
+                weight_decay=weight_decay,
+                beta1=self.beta1,
+                beta2=self.beta2,
+                eps=self.epsilon,
+                step=self.step_count,
             ),
             dtype=torch.float32,
         ).to(self.master.device, non_blocking=True)

@@ -21,9 +21,7 @@ def run_micro_batches(
     """
     loss_sum = num_tokens = None
     for batch in batches:
-        loss = stage(
-            batch.tokens, labels=batch.labels, loss_mask=batch.loss_mask, sample_numbers=batch.sample_numbers
-        )
+        loss = stage(batch.tokens, labels=batch.labels, loss_mask=batch.loss_mask, sample_numbers=batch.sample_numbers)
         if backward_scale is not None:
             (loss * backward_scale).backward()
         loss, count = loss.detach(), batch.loss_mask.sum()

@@ -1,0 +1,143 @@
+"""The pair of files: reading what Megatron wrote, writing what it would write, refusing what is broken."""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from trimegatron.data.index_format import best_dtype
+from trimegatron.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from trimegatron.errors import DataError
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "data"
+
+
+def write(prefix: Path, documents: list[list[list[int]]], dtype: str = "uint16") -> None:
+    """``documents``: sequences of tokens."""
+    with IndexedDatasetWriter(prefix, dtype) as writer:
+        for document in documents:
+            writer.add_document([t for s in document for t in s], [len(s) for s in document])
+
+
+def test_reads_megatrons_file_of_multi_sequence_documents() -> None:
+    data = IndexedDataset(GOLDEN / "int32" / "new_v70000")
+    assert data.dtype == np.int32
+    assert data.document_indices.tolist() == [0, 1, 3, 4]
+    assert [data.get(i).tolist() for i in range(len(data))] == [[1, 2, 3], [69999, 5], [7], [0]]
+
+
+def test_writes_megatrons_bytes(tmp_path: Path) -> None:
+    write(tmp_path / "x", [[[1, 2, 3]], [[69999, 5], [7]], [[0]]], "int32")
+    for suffix in (".bin", ".idx"):
+        assert (tmp_path / f"x{suffix}").read_bytes() == (GOLDEN / "int32" / f"new_v70000{suffix}").read_bytes()
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    documents=st.lists(st.lists(st.lists(st.integers(0, 255), max_size=5), max_size=3), max_size=8),
+    dtype=st.sampled_from(["uint8", "uint16", "int16", "int32", "int64"]),
+)
+def test_round_trip(tmp_path: Path, documents: list[list[list[int]]], dtype: str) -> None:
+    write(tmp_path / "x", documents, dtype)
+    data = IndexedDataset(tmp_path / "x")
+    assert data.dtype == dtype
+    bounds = data.document_indices.tolist()
+    read = [[data.get(i).tolist() for i in range(a, b)] for a, b in zip(bounds, bounds[1:], strict=False)]
+    assert read == documents
+    assert data.num_tokens == sum(len(s) for d in documents for s in d)
+
+
+def test_part_of_a_sequence_is_a_view(tmp_path: Path) -> None:
+    write(tmp_path / "x", [[[1, 2]], [[3, 4, 5, 6]]])
+    data = IndexedDataset(tmp_path / "x")
+    assert data.get(1, 1, 2).tolist() == [4, 5]
+    assert data.get(1, 1).tolist() == [4, 5, 6]
+    assert data.get(1, 4).tolist() == []
+    assert np.shares_memory(data.get(1), data.tokens)
+    for index, offset, length in ((2, 0, None), (-1, 0, None), (0, 1, 2), (0, 3, None), (0, -1, None)):
+        with pytest.raises(IndexError):
+            data.get(index, offset, length)
+
+
+def test_token_type_of_a_vocabulary() -> None:
+    assert [best_dtype(n).name for n in (50257, 65499, 65500, 65536, 70000)] == ["uint16"] * 2 + ["int32"] * 3
+
+
+def test_ids_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"65536.*uint16"):
+        write(tmp_path / "x", [[[65536]]])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_appears_before_the_end_and_nothing_stays_after_a_failure(tmp_path: Path) -> None:
+    write(tmp_path / "x", [[[1]]])
+    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+
+    def fail_half_way() -> None:
+        with IndexedDatasetWriter(tmp_path / "x", "uint16") as writer:
+            writer.add_document(np.arange(60_000), [60_000])
+            assert {p.name: p.read_bytes() for p in tmp_path.iterdir() if p.name in before} == before
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail_half_way()
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
+    write(tmp_path / "x", [[[7, 8]]])  # replaces
+    assert IndexedDataset(tmp_path / "x").get(0).tolist() == [7, 8]
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def edit(path: Path, offset: int, data: bytes) -> None:
+    content = bytearray(path.read_bytes())
+    content[offset : offset + len(data)] = data
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda p: p.with_suffix(".bin").unlink(), r"x\.bin: no such file"),
+        (lambda p: p.with_suffix(".idx").unlink(), r"x\.idx: no such file.*in that folder: other"),
+        (lambda p: p.with_suffix(".idx").write_bytes(b"TNTIDX\0\0" + bytes(80)), "lazy or cached.*mmap"),
+        (lambda p: p.with_suffix(".idx").write_bytes(b"{}"), "begins with"),
+        (lambda p: p.with_suffix(".idx").write_bytes(p.with_suffix(".idx").read_bytes()[:20]), "cut short at 20"),
+        (lambda p: p.with_suffix(".idx").write_bytes(p.with_suffix(".idx").read_bytes()[:-1]), "81 bytes.*take 82"),
+        (lambda p: edit(p.with_suffix(".idx"), 9, struct.pack("<Q", 2)), "version 2"),
+        (lambda p: edit(p.with_suffix(".idx"), 17, b"\x06"), "type code 6"),
+        (lambda p: p.with_suffix(".bin").write_bytes(b"\1\0" * 4), "8 bytes.*5 tokens"),
+        (lambda p: edit(p.with_suffix(".idx"), 82 - 8, struct.pack("<q", 9)), "document array runs over"),
+        (lambda p: edit(p.with_suffix(".idx"), 50, struct.pack("<q", 6)), "lengths and offsets disagree"),
+    ],
+)
+def test_broken_pairs_are_refused_with_the_reason(tmp_path: Path, damage, message: str) -> None:
+    write(tmp_path / "other", [[[1]]])
+    write(tmp_path / "x", [[[1, 2], [3, 4, 5]], []])
+    assert (tmp_path / "x.idx").stat().st_size == 82
+    damage(tmp_path / "x")
+    with pytest.raises(DataError, match=message):
+        IndexedDataset(tmp_path / "x")
+
+
+def test_fingerprint_follows_content_not_place(tmp_path: Path) -> None:
+    (tmp_path / "moved").mkdir()
+    write(tmp_path / "x", [[[1, 2], [3]]])
+    write(tmp_path / "moved" / "y", [[[1, 2], [3]]])
+    write(tmp_path / "tokens", [[[1, 9], [3]]])
+    write(tmp_path / "lengths", [[[1], [2, 3]]])
+    write(tmp_path / "documents", [[[1, 2]], [[3]]])
+    prints = {n: IndexedDataset(tmp_path / n).fingerprint() for n in ("x", "moved/y", "tokens", "lengths", "documents")}
+    assert prints["x"] == prints["moved/y"]
+    assert len(set(prints.values())) == 4
+
+
+def test_pickles_as_a_path(tmp_path: Path) -> None:
+    write(tmp_path / "x", [[list(range(10_000))]])
+    pickled = pickle.dumps(IndexedDataset(tmp_path / "x"))
+    assert len(pickled) < 1000
+    assert pickle.loads(pickled).get(0, 9_999).tolist() == [9_999]
