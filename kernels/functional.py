@@ -67,9 +67,9 @@ def _check_columns(name: str, vector: Tensor, x: Tensor) -> None:
     )
 
 
-def _check_dropout(x: Tensor, batch: int, sample_numbers: Tensor | None, seed: int) -> None:
-    _check(sample_numbers is not None, "sample_numbers is needed where something is dropped.")
-    assert sample_numbers is not None
+def _check_dropout(x: Tensor, batch: int, sample_numbers: Tensor | None, seed: int) -> Tensor:
+    if sample_numbers is None:
+        raise ValueError("sample_numbers (None) must be given where p > 0 in training: the mask is a function of them.")
     _check(
         sample_numbers.dtype == torch.int64 and sample_numbers.shape == (batch,) and sample_numbers.device == x.device,
         f"sample_numbers ({sample_numbers.dtype}, {list(sample_numbers.shape)}, {sample_numbers.device}) must be int64 "
@@ -127,9 +127,9 @@ def bias_dropout_add(
     if residual is not None:
         _check(residual.shape == x.shape, f"residual ({list(residual.shape)}) must have x's shape {list(x.shape)}.")
     if training and philox.dropout_threshold(p):
-        _check_dropout(x, x.shape[1], sample_numbers, seed)
+        sample_numbers = _check_dropout(x, x.shape[1], sample_numbers, seed)
     else:
-        p = 0.0
+        p, sample_numbers = 0.0, None
         if bias is None and residual is None:
             return x
     if uses_triton(impl, x):
@@ -185,7 +185,7 @@ def attention_dropout(
     _check(len(shape) == 4, f"probabilities ({list(shape)}) must be [batch, heads, queries, keys].")
     if not (training and philox.dropout_threshold(p)):
         return probabilities
-    _check_dropout(probabilities, shape[0], sample_numbers, seed)
+    sample_numbers = _check_dropout(probabilities, shape[0], sample_numbers, seed)
     if uses_triton(impl, probabilities):
         mask_of = (seed, layer, head_offset, position_offset)
         return ops.AttentionDropout.apply(probabilities, sample_numbers, p, mask_of)

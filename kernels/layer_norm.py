@@ -65,8 +65,8 @@ def _backward_kernel(
         upstream = tl.load(dy + offset, mask=mask, other=0.0).to(tl.float32)
         average = tl.load(mean + row, mask=row < rows, other=0.0)[:, None]
         inverse = tl.load(rstd + row, mask=row < rows, other=0.0)[:, None]
-        # Padding lanes are zero in upstream and w, so only the normalised value needs the mask (the mean is not 0).
-        normalised = tl.where(inside, (value - average) * inverse, 0.0)
+        # Not 0 in padding lanes, but upstream and w are, and nothing adds it up alone.
+        normalised = (value - average) * inverse
         dweight += upstream * normalised
         dbias += upstream
         scaled = upstream * w

@@ -1,8 +1,8 @@
 """The kernels as PyTorch operators, and the autograd Functions around them.
 
 ``torch.ops.trimegatron.*`` are low-level operators: schema, implementation, shapes for tracing (``register_fake``). The
-Functions record the gradient. Of the wrapper styles tried this one costs least per call and still passes ``opcheck``,
-``torch.compile(fullgraph=True)`` and export. Triton is imported when an operator first runs, not here.
+Functions record the gradient. Of the wrapper styles tried this one costs least per call and still passes ``opcheck``
+and ``torch.compile(fullgraph=True)``. Triton is imported when an operator first runs, not here.
 
 Autocast leaves these operators alone: the dtype of every output is stated in the file of its kernel. A second
 derivative is refused (``once_differentiable``).

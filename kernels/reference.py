@@ -48,7 +48,8 @@ def bias_dropout_add(
     value = x.float()
     if bias is not None:
         value = value + bias.float()
-    if training and philox.dropout_threshold(p) and sample_numbers is not None:
+    if training and philox.dropout_threshold(p):
+        assert sample_numbers is not None
         keep = philox.hidden_keep_mask(
             x.shape, sample_numbers, p=p, seed=seed, site=site, layer=layer, position_offset=position_offset
         )
@@ -93,8 +94,9 @@ def attention_dropout(
     training: bool = True,
 ) -> Tensor:
     """probabilities · keep / (1 - p)."""
-    if not (training and philox.dropout_threshold(p)) or sample_numbers is None:
+    if not (training and philox.dropout_threshold(p)):
         return probabilities
+    assert sample_numbers is not None
     keep = philox.attention_keep_mask(
         probabilities.shape, sample_numbers, p=p, seed=seed, layer=layer, head_offset=head_offset,
         position_offset=position_offset,

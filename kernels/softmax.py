@@ -211,7 +211,7 @@ def _forward(scores: Tensor, mask: Tensor | None, scale: float, causal: bool) ->
     y = torch.empty_like(scores)
     if scores.numel() == 0:
         return y
-    strides = (0, 0, 0)
+    strides: tuple[int, ...] = (0, 0, 0)
     if mask is not None:
         if mask.shape[-1] != scores.shape[-1] or mask.stride(-1) != 1:
             mask = mask.expand(*mask.shape[:-1], scores.shape[-1]).contiguous()

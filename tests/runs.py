@@ -45,6 +45,7 @@ def tiny_flags(prefix: Path, **changes: Any) -> list[str]:
         "lr": 1e-2,
         "min_lr": 1e-3,
         "lr_decay_style": "cosine",
+        "lr_decay_iters": 20,
         "lr_warmup_iters": 2,
         "weight_decay": 0.1,
         "log_interval": 1,
@@ -61,7 +62,7 @@ def tiny_flags(prefix: Path, **changes: Any) -> list[str]:
 
 
 def train_tiny(prefix: Path, *, world_size: int = 1, metrics: Path, **changes: Any) -> list[dict[str, Any]]:
-    """Train in this process, or in ``world_size`` forked ones, and return the lines of the metrics file.
+    """Train in ``world_size`` forked processes, and return the lines of the metrics file; none where no step was left to do.
 
     Raises:
         AssertionError: a rank did not return 0.
@@ -69,4 +70,4 @@ def train_tiny(prefix: Path, *, world_size: int = 1, metrics: Path, **changes: A
     flags = tiny_flags(prefix, metrics_file=metrics, **changes)
     codes = run_ranks(world_size, train.main, flags)
     assert codes == [0] * world_size
-    return [json.loads(line) for line in metrics.read_text().splitlines()]
+    return [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []

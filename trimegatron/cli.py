@@ -15,6 +15,7 @@ COMMANDS = {
     "train": ("trimegatron.launch", "train, in one process or several"),
     "generate": ("trimegatron.generate", "text from a training checkpoint"),
     "convert": ("trimegatron.convert.cli", "a checkpoint to a Hugging Face model, with proof"),
+    "bench": ("trimegatron.bench.cli", "comparisons with other software, on this machine"),
 }
 """Name → (module, what it does)."""
 

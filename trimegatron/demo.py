@@ -21,6 +21,8 @@ from trimegatron.config.options import Options, option
 from trimegatron.errors import ConfigError, UserError
 
 PROMPT = "def __init__(self"
+MINIMUM_MODULES = 100
+"""Fewer are too small a corpus: some distributions keep the library in an archive."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +97,7 @@ def choose_scale() -> Scale:
 def write_corpus(path: Path) -> None:
     """The standard library's modules as loose JSON, one a line, with their text under ``content``."""
     root = Path(sysconfig.get_path("stdlib"))
-    modules = [module for module in sorted(root.rglob("*.py")) if "site-packages" not in module.parts]
+    modules = standard_library(root)
     random.Random(0).shuffle(modules)  # the splits are ranges of documents: each should hold a bit of everything
     written = skipped = 0
     with path.open("w", encoding="utf-8") as file:
@@ -107,7 +109,7 @@ def write_corpus(path: Path) -> None:
                 continue
             file.write(json.dumps({"content": text, "path": str(module.relative_to(root))}) + "\n")
             written += 1
-    if written < 100:
+    if written < MINIMUM_MODULES:
         raise UserError(
             f"the standard library in {root} has only {written} modules as files: too few for a demonstration"
         )
@@ -115,6 +117,11 @@ def write_corpus(path: Path) -> None:
         f"{path}: {written} modules of the standard library, {path.stat().st_size / 1e6:.1f} MB "
         f"({skipped} that are not UTF-8 left out)"
     )
+
+
+def standard_library(root: Path) -> list[Path]:
+    """The modules under ``root``, without what users installed."""
+    return [module for module in sorted(root.rglob("*.py")) if "site-packages" not in module.parts]
 
 
 def steps(out: Path, scale: Scale) -> list[tuple[str, str]]:

@@ -139,7 +139,7 @@ def test_whole_cache_in_a_read_only_folder_serves(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(Path, "mkdir", refuse)
     assert same(build(tmp_path / "x"), first)
-    with pytest.raises(DataError, match="Permission denied.*--data-cache-path"):
+    with pytest.raises(DataError, match=r"Permission denied.*--data-cache-path"):
         build(tmp_path / "x", seed=5)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import struct
 from pathlib import Path
@@ -48,7 +49,7 @@ def test_round_trip(tmp_path: Path, documents: list[list[list[int]]], dtype: str
     data = IndexedDataset(tmp_path / "x")
     assert data.dtype == dtype
     bounds = data.document_indices.tolist()
-    read = [[data.get(i).tolist() for i in range(a, b)] for a, b in zip(bounds, bounds[1:], strict=False)]
+    read = [[data.get(i).tolist() for i in range(a, b)] for a, b in itertools.pairwise(bounds)]
     assert read == documents
     assert data.num_tokens == sum(len(s) for d in documents for s in d)
 
@@ -141,3 +142,20 @@ def test_pickles_as_a_path(tmp_path: Path) -> None:
     pickled = pickle.dumps(IndexedDataset(tmp_path / "x"))
     assert len(pickled) < 1000
     assert pickle.loads(pickled).get(0, 9_999).tolist() == [9_999]
+
+
+def test_files_of_two_runs_never_stand_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both hold two tokens, so that no size would tell: the old index must be gone before the new tokens come."""
+    write(tmp_path / "x", [[[1], [2]]])
+    original = Path.replace
+
+    def die_after_the_tokens(self: Path, target: Path) -> Path:
+        if target.suffix == ".idx":
+            raise OSError("killed here")
+        return original(self, target)
+
+    monkeypatch.setattr(Path, "replace", die_after_the_tokens)
+    with pytest.raises(OSError, match="killed here"):
+        write(tmp_path / "x", [[[7, 8]]])
+    with pytest.raises(DataError, match="no such file"):
+        IndexedDataset(tmp_path / "x")

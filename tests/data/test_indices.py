@@ -1,4 +1,4 @@
-"""Splits and index maps against the arrays Megatron-LM built (63 sets: two splits, three lengths, part to five epochs)."""
+"""Splits and index maps against the arrays Megatron-LM built: two splits, three lengths, part to five epochs."""
 
 from __future__ import annotations
 
@@ -69,9 +69,7 @@ def test_split_that_makes_no_sense_is_refused(split: str) -> None:
     num_samples=st.integers(0, 40),
     chunk=st.integers(1, 7),
 )
-def test_every_sample_is_where_the_stream_says(
-    sizes: list[int], seq_length: int, num_samples: int, chunk: int
-) -> None:
+def test_every_sample_is_where_the_stream_says(sizes: list[int], seq_length: int, num_samples: int, chunk: int) -> None:
     """Against the definition: lay the sequences end to end and look up token j·L."""
     lengths = np.array(sizes, np.int32)
     epochs = Epochs.plan(int(lengths.sum()), seq_length, num_samples)

@@ -1,7 +1,7 @@
 """Compiles what the launchers would launch, for GPUs this machine does not have, and reads the machine code.
 
-``record`` runs a launcher on meta tensors with ``launcher.launch`` replaced, so that kernels, constants, tiles and warps
-are the ones of a real call; ``measure`` compiles one of them and counts registers, spills and access widths.
+``record`` runs a launcher on meta tensors with ``launcher.launch`` replaced, so that kernels, constants, tiles and
+warps are the ones of a real call; ``measure`` compiles one of them and counts registers, spills and access widths.
 """
 
 from __future__ import annotations

@@ -1,0 +1,92 @@
+"""The operators as PyTorch sees them: opcheck, full-graph compilation, second derivatives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from trimegatron.kernels import functional
+
+SAMPLES = torch.tensor([4, 9])
+
+
+def arguments() -> dict[str, tuple[Any, ...]]:
+    x, w, rows = torch.randn(3, 2, 8), torch.randn(8), torch.rand(6)
+    scores, mask = torch.randn(2, 2, 3, 5), torch.rand(2, 1, 3, 5) > 0.5
+    flat = [torch.rand(20) for _ in range(4)]
+    values = torch.tensor(functional.adamw_scalars(lr=0.1, weight_decay=0.1, beta1=0.9, beta2=0.99, eps=1e-8, step=1))
+    return {
+        "layer_norm_forward": (x, w, w, 1e-5),
+        "layer_norm_backward": (x, x, w, rows, rows),
+        "bias_gelu_forward": (x, w, "tanh"),
+        "bias_gelu_backward": (x, x, w, "none"),
+        "bias_dropout_add_forward": (x, w, x, SAMPLES, 0.1, 1, 2, 3, 4),
+        "bias_dropout_add_backward": (x, w, SAMPLES, torch.float16, 0.1, 1, 2, 3, 4),
+        "column_sum": (x, torch.float16),
+        "scaled_causal_softmax_forward": (scores.transpose(0, 1), 0.5),
+        "scaled_masked_softmax_forward": (scores, mask, 0.5),
+        "scaled_softmax_backward": (scores, scores, 0.5, True),
+        "attention_dropout": (scores, SAMPLES, 0.1, 1, 2, 3, 4),
+        "adamw_step_": (*flat, values, 10, flat[0].half()),
+        "sum_of_squares": (x,),
+    }
+
+
+def test_every_operator_is_listed() -> None:
+    names = {str(schema.name).removeprefix("trimegatron::") for schema in torch._C._jit_get_all_schemas()
+             if schema.name.startswith("trimegatron::")}  # fmt: skip
+    assert names == set(arguments())
+
+
+@pytest.mark.parametrize("name", list(arguments()))
+def test_opcheck(name: str) -> None:
+    torch.library.opcheck(getattr(torch.ops.trimegatron, name).default, arguments()[name])
+
+
+def step(x: Tensor, w: Tensor, b: Tensor, scores: Tensor, samples: Tensor) -> Tensor:
+    mask = {"p": 0.1, "seed": 1, "sample_numbers": samples, "layer": 2, "impl": "triton"}
+    y = functional.layer_norm(x, w, b, impl="triton")
+    y = functional.bias_gelu(y, b, impl="triton")
+    y = functional.bias_dropout_add(y, w, x, site=functional.Site.MLP_OUTPUT, **mask)
+    z = functional.attention_dropout(functional.scaled_causal_softmax(scores, 0.5, impl="triton"), **mask)
+    z = functional.scaled_masked_softmax(z, scores.detach() > 1, 0.5, impl="triton")
+    return (y.square().sum() + z.square().sum()) * 0.5
+
+
+def test_compiles_as_one_graph() -> None:
+    results = []
+    for function in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
+        torch.manual_seed(3)
+        inputs = [torch.randn(3, 2, 8), torch.randn(8), torch.randn(8), torch.randn(2, 2, 3, 5)]
+        inputs = [x.requires_grad_() for x in inputs]
+        loss = function(*inputs, SAMPLES)
+        loss.backward()
+        results.append([loss.detach(), *(x.grad for x in inputs)])
+    for eager, compiled in zip(*results, strict=True):
+        torch.testing.assert_close(compiled, eager, rtol=1e-6, atol=1e-6)
+
+
+def test_recomputing_makes_the_same_masks() -> None:
+    inputs = [torch.randn(3, 2, 8), torch.randn(8), torch.randn(8), torch.randn(2, 2, 3, 5)]
+    grads = []
+    for recompute in (False, True):
+        leaves = [t.clone().requires_grad_() for t in inputs]
+        if recompute:
+            loss = checkpoint(step, *leaves, SAMPLES, use_reentrant=False, preserve_rng_state=False)
+        else:
+            loss = step(*leaves, SAMPLES)
+        loss.backward()
+        grads.append([x.grad for x in leaves])
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def test_second_derivatives_are_refused() -> None:
+    x = torch.randn(2, 8, requires_grad=True)
+    y = functional.layer_norm(x, torch.ones(8), torch.zeros(8), impl="triton")
+    (grad,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()

@@ -1,0 +1,209 @@
+"""Preprocessing against Megatron-LM's own files, byte for byte, and everything it must refuse."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trimegatron.data.indexed_dataset import IndexedDataset
+from trimegatron.errors import ConfigError, DataError
+from trimegatron.preprocess.cli import main
+from trimegatron.preprocess.config import PreprocessConfig
+from trimegatron.preprocess.run import run
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+INPUTS = GOLDEN / "data" / "inputs"
+
+
+def config(source: Path, prefix: Path, **changes: Any) -> PreprocessConfig:
+    settings: dict[str, Any] = {
+        "input": [str(source)],
+        "json_keys": ["content"],
+        "output_prefix": str(prefix),
+        "tokenizer_type": "GPT2BPETokenizer",
+        "vocab_file": str(GOLDEN / "gpt2" / "vocab.json"),
+        "merge_file": str(GOLDEN / "gpt2" / "merges.txt"),
+        "append_eod": True,
+    }
+    return PreprocessConfig(**(settings | changes))
+
+
+def assert_same(prefix: Path, golden: Path, golden_index: Path | None = None) -> None:
+    assert Path(f"{prefix}.bin").read_bytes() == Path(f"{golden}.bin").read_bytes()
+    assert Path(f"{prefix}.idx").read_bytes() == Path(f"{golden_index or golden}.idx").read_bytes()
+
+
+@pytest.mark.parametrize("append_eod", [True, False])
+@pytest.mark.parametrize("chunk_size", [1, 7, 100])
+def test_edge_cases(tmp_path: Path, append_eod: bool, chunk_size: int) -> None:
+    source = GOLDEN / "data" / "edge" / "edge.jsonl"
+    summary = run(config(source, tmp_path / "x", append_eod=append_eod, chunk_size=chunk_size))
+    name = f"new_{'eod' if append_eod else 'noeod'}_content_document"
+    assert_same(tmp_path / "x_content_document", GOLDEN / "data" / "edge" / name)
+    output = summary.outputs["content"]
+    assert (output.documents, output.empty_documents, output.sequences) == (45, 3, 42)
+    assert output.tokens == 5832 + 42 * append_eod
+    assert summary.input_bytes == source.stat().st_size
+
+
+@pytest.mark.parametrize("source", sorted(INPUTS.glob("ok_*.jsonl")), ids=lambda p: p.stem)
+def test_legal_oddities(tmp_path: Path, source: Path) -> None:
+    run(config(source, tmp_path / "x"))
+    assert_same(tmp_path / "x_content_document", INPUTS / f"new_{source.stem}_content_document")
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_any_number_of_workers_writes_the_same(tmp_path: Path, workers: int) -> None:
+    run(config(GOLDEN / "data" / "tiny" / "tiny.jsonl", tmp_path / "x", workers=workers, chunk_size=11))
+    tiny = GOLDEN / "data" / "tiny"
+    assert_same(tmp_path / "x_content_document", tiny / "tiny_content_document", tiny / "tiny_new_content_document")
+
+
+def test_large_vocabulary_and_two_sequences(tmp_path: Path) -> None:
+    (tmp_path / "in").write_text('{"text": "1 2 3"}\n{"text": ["69999 5", "7"]}\n{"text": "0"}\n')
+    run(
+        PreprocessConfig(
+            input=[str(tmp_path / "in")],
+            output_prefix=str(tmp_path / "x"),
+            tokenizer_type="NullTokenizer",
+            vocab_size=70000,
+        )
+    )
+    assert_same(tmp_path / "x_text_document", GOLDEN / "data" / "int32" / "new_v70000")
+
+
+def test_several_keys(tmp_path: Path) -> None:
+    (tmp_path / "in").write_text('{"a": "x y", "b": ""}\n{"a": "z", "b": "w"}\n')
+    summary = run(config(tmp_path / "in", tmp_path / "x", json_keys=["b", "a"]))
+    first, second = IndexedDataset(tmp_path / "x_a_document"), IndexedDataset(tmp_path / "x_b_document")
+    assert [first.get(i).tolist() for i in range(2)] == [[87, 331, 50256], [89, 50256]]
+    assert second.document_indices.tolist() == [0, 0, 1]
+    assert summary.outputs["b"].empty_documents == 1
+
+
+EXPECTED = {
+    "bad_blank": "blank line",
+    "bad_bom": "UTF-8 byte-order mark",
+    "bad_int": "'content' must be a text or a list of texts, this is a number",
+    "bad_json": "not JSON.*Unterminated string.*column 13",
+    "bad_nokey": "no key 'content'; the keys here are: text.*--json-keys",
+    "bad_notdict": "this is a list.*one object a line",
+    "bad_null": "this is null",
+    "bad_surrogate": r"\\ud800",
+    "bad_utf8": "byte 0xe9 at position 16 is not UTF-8",
+}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_bad_lines_name_file_and_line_and_leave_nothing(tmp_path: Path, name: str) -> None:
+    assert {p.stem for p in INPUTS.glob("bad_*.jsonl")} == set(EXPECTED)
+    line = 1 if name == "bad_bom" else 4
+    with pytest.raises(DataError, match=rf"{name}\.jsonl:{line}: .*{EXPECTED[name]}") as error:
+        run(config(INPUTS / f"{name}.jsonl", tmp_path / "x"))
+    assert error.value.exit_code == 3
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('[{"content": "a"},\n{"content": "b"}]\n', ":1: .*looks like a JSON array"),
+        ("[\n", ":1: .*looks like a JSON array"),
+        ('{\n"content": "a"\n}\n', ":1: .*over several lines"),
+        ('{"content": "a"}\n\n', ":2: blank line"),
+        ('{"content": "a"}\r\n{"content": ["b", 1]}\r\n', ":2: .*list of texts, this is a number"),
+        ('{"content": "a"}\n' + "[" * 100_000, ":2: "),
+        ("17\n", ":1: .*this is a number"),
+    ],
+)
+def test_other_bad_lines(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "in").write_text(text, newline="")
+    with pytest.raises(DataError, match="(?s)in" + message):
+        run(config(tmp_path / "in", tmp_path / "x"))
+    assert [p.name for p in tmp_path.iterdir()] == ["in"]
+
+
+def test_the_tokenizers_own_complaint_gets_the_line(tmp_path: Path) -> None:
+    (tmp_path / "in").write_text('{"text": "1"}\n{"text": "one"}\n')
+    null = {"tokenizer_type": "NullTokenizer", "vocab_size": 9, "json_keys": ["text"]}
+    with pytest.raises(DataError, match=r":2: NullTokenizer.*'one'"):
+        run(config(tmp_path / "in", tmp_path / "x", **null))
+
+
+def test_failure_keeps_the_earlier_output_and_success_replaces_it(tmp_path: Path) -> None:
+    run(config(INPUTS / "ok_list.jsonl", tmp_path / "x"))
+    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+    with pytest.raises(DataError):
+        run(config(INPUTS / "bad_null.jsonl", tmp_path / "x"))
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
+    run(config(INPUTS / "ok_cr_lines.jsonl", tmp_path / "x"))
+    assert_same(tmp_path / "x_content_document", INPUTS / "new_ok_cr_lines_content_document")
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"input": ["nowhere"]}, r"--input \(nowhere\) must be a file"),
+        ({"input": ["a", "b"]}, "not supported yet with several files"),
+        ({"input": ["a.gz"]}, "compressed"),
+        ({"input": [str(GOLDEN)]}, "as a folder"),
+        ({"output_prefix": "no/where/x"}, r"--output-prefix \(no/where/x\).*existing folder"),
+        ({"dataset_impl": "lazy"}, r"--dataset-impl \(lazy\) is not supported yet.*mmap"),
+        ({"split_sentences": True}, "--split-sentences"),
+        ({"keep_newlines": True}, "--keep-newlines"),
+        ({"partitions": 2}, "--partitions"),
+        ({"workers": 0}, "--workers"),
+        ({"json_keys": ["a", "a"]}, "--json-keys"),
+        ({"vocab_file": "nowhere"}, r"--vocab-file \(nowhere\)"),
+        ({"vocab_file": None}, "needs --vocab-file"),
+    ],
+)
+def test_wrong_options_are_refused_before_anything_is_written(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run(config(INPUTS / "ok_list.jsonl", tmp_path / "x", **changes))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_eod_without_an_end_token_is_refused_before_any_output(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models
+
+    Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(tmp_path / "tokenizer.json"))
+    words = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(tmp_path)}
+    with pytest.raises(ConfigError, match=r"--append-eod.*has none.*eos_token"):
+        run(config(INPUTS / "ok_list.jsonl", tmp_path / "x", **words))
+    assert [p.name for p in tmp_path.iterdir()] == ["tokenizer.json"]
+    run(config(INPUTS / "ok_list.jsonl", tmp_path / "x", append_eod=False, **words))
+
+
+def test_command_of_the_blog(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Literal, except for the number of workers, which are processes."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("vocab.json", "merges.txt"):
+        (tmp_path / name).symlink_to(GOLDEN / "gpt2" / name)
+    documents = [{"content": "import os\n"}, {"content": ""}] * 60
+    (tmp_path / "codeparrot_data.json").write_text("".join(json.dumps(d) + "\n" for d in documents))
+    line = (
+        "--input codeparrot_data.json --output-prefix codeparrot --vocab vocab.json --dataset-impl mmap "
+        "--tokenizer-type GPT2BPETokenizer --merge-file merges.txt --json-keys content --workers 1 --chunk-size 25 "
+        "--append-eod"
+    )
+    assert main(line.split()) == 0
+    data = IndexedDataset("codeparrot_content_document")
+    assert (len(data), len(data.document_indices)) == (60, 121)
+    assert data.get(0).tolist() == [11748, 28686, 198, 50256]
+    written = capsys.readouterr()
+    assert "120 documents (60 empty), 240 tokens of uint16, 2.50 bytes of text per token" in written.out
+    assert "Processed 100 documents" in written.err
+    snake = line.replace("--output-prefix codeparrot", "--output_prefix other").replace("--chunk-size", "--chunk_size")
+    assert main([*snake.split(), "--log_interval", "1000"]) == 0
+    assert Path("other_content_document.bin").read_bytes() == Path("codeparrot_content_document.bin").read_bytes()
+    with pytest.raises(ConfigError, match="--output-prefx"):
+        main(["--output-prefx", "x"])
