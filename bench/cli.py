@@ -13,8 +13,13 @@ def main(argv: list[str]) -> int:
     """Run one benchmark."""
     names = ", ".join(BENCHMARKS)
     if argv and argv[0] in ("-h", "--help"):
-        print(f"usage: trimegatron bench NAME [OPTION…]\nBenchmarks: {names}. `trimegatron bench NAME --help` lists the options of one.")
+        print(
+            f"usage: trimegatron bench NAME [OPTION…]\nBenchmarks: {names}. "
+            "`trimegatron bench NAME --help` lists the options of one."
+        )
         return 0
     if not argv or argv[0] not in BENCHMARKS:
-        raise ConfigError(f"trimegatron bench needs the name of a benchmark, got {argv[0] if argv else 'nothing'!r}. Names: {names}")
+        raise ConfigError(
+            f"trimegatron bench needs the name of a benchmark, got {argv[0] if argv else 'nothing'!r}. Names: {names}"
+        )
     return import_module(BENCHMARKS[argv[0]]).main(argv[1:])

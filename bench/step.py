@@ -1,7 +1,7 @@
 """``trimegatron bench step``: one training step on this CPU, ours beside transformers' GPT-2 with torch's fused AdamW.
 
-Same weights, same batch, dropout 0, fp32. The losses of the first steps are compared before anything is timed; then the two take turns,
-round after round, and the ratio of their medians is reported.
+Same weights, same batch, dropout 0, fp32. The losses of the first steps are compared before anything is timed; then
+the two take turns, round after round, and the ratio of their medians is reported.
 """
 
 from __future__ import annotations

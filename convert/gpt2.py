@@ -39,8 +39,8 @@ def to_gpt2(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """GPT-2's name and tensor for each of ours; every one of ours once, every one of GPT-2's once.
 
-    GPT-2 keeps its matrices transposed (Conv1D: [in, out]) and its queries, keys and values as [3, n, d] where ours are [n, 3, d].
-    The head is tied to the embedding, so it is not among them.
+    GPT-2 keeps its matrices transposed (Conv1D: [in, out]) and its queries, keys and values as [3, n, d] where ours
+    are [n, 3, d]. The head is tied to the embedding, so it is not among them.
 
     Raises:
         CheckpointError: a parameter that GPT-2 has no place for, or one that is missing.
@@ -84,8 +84,8 @@ def gpt2_config(config: Config, *, eod: int | None, dtype: str) -> dict[str, Any
     model = config.model
     if model.num_attention_heads * model.kv_channels != model.hidden_size:
         raise CheckpointError(
-            f"kv_channels ({model.kv_channels}) × num_attention_heads ({model.num_attention_heads}) must be hidden_size "
-            f"({model.hidden_size}) for GPT-2 in transformers, which knows no other head size"
+            f"kv_channels ({model.kv_channels}) × num_attention_heads ({model.num_attention_heads}) must be "
+            f"hidden_size ({model.hidden_size}) for GPT-2 in transformers, which knows no other head size"
         )
     return {
         "architectures": ["GPT2LMHeadModel"],

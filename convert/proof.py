@@ -1,4 +1,5 @@
-"""Proof that a converted model is the model: both on the same tokens, the converted one loaded by transformers in a fresh process.
+"""Proof that a converted model is the model: both on the same tokens, the converted one loaded by transformers in a
+fresh process.
 
 ``python -m trimegatron.convert.proof FOLDER TOKENS OUTPUT`` is that process.
 """
@@ -62,7 +63,9 @@ def prove(model: GPTStage, folder: Path, *, vocab_size: int, max_positions: int)
 
 
 def logits_in_a_fresh_process(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
-    """The logits [b, s, v] of the model in ``folder``, in fp32, by a process that knows nothing of this one and sees no network."""
+    """The logits [b, s, v] of the model in ``folder``, in fp32, by a process that knows nothing of this one and
+    sees no network.
+    """
     with tempfile.TemporaryDirectory() as scratch:
         tokens_file, output = Path(scratch) / "tokens.safetensors", Path(scratch) / "logits.safetensors"
         save_file({"tokens": tokens}, tokens_file)

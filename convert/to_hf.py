@@ -1,4 +1,6 @@
-"""A training checkpoint of any layout → a folder that ``AutoModelForCausalLM.from_pretrained`` loads, proven before it appears."""
+"""A training checkpoint of any layout → a folder that ``AutoModelForCausalLM.from_pretrained`` loads, proven before
+it appears.
+"""
 
 from __future__ import annotations
 

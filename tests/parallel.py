@@ -13,15 +13,21 @@ from typing import Any
 import torch
 
 
+def free_port() -> int:
+    """A port that nobody listened on a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
     """What ``function(*args)`` returns on each rank, each in a forked process with torchrun's environment.
 
-    Forking a process whose OpenMP has started threads hangs its children, so the parent must run on one (tests/conftest.py).
+    Forking a process whose OpenMP has started threads hangs its children, so the parent must run on one
+    (tests/conftest.py).
     """
     assert torch.get_num_threads() == 1
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     context = multiprocessing.get_context("fork")
     results: Any = context.Queue()
     ranks = [

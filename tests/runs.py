@@ -16,7 +16,9 @@ VOCAB_SIZE = 211  # a prime: no tensor-parallel size divides it
 
 
 def write_corpus(prefix: Path, *, num_documents: int = 60, vocab_size: int = VOCAB_SIZE, seed: int = 0) -> None:
-    """Documents of 20 to 60 tokens that follow one another by a rule with some noise, so that there is something to learn."""
+    """Documents of 20 to 60 tokens that follow one another by a rule with some noise, so that there is something to
+    learn.
+    """
     random = np.random.default_rng(seed)
     with IndexedDatasetWriter(prefix, np.uint16) as writer:
         for _ in range(num_documents):
@@ -27,7 +29,9 @@ def write_corpus(prefix: Path, *, num_documents: int = 60, vocab_size: int = VOC
 
 
 def tiny_flags(prefix: Path, **changes: Any) -> list[str]:
-    """The flags of a run of a tiny model on :func:`write_corpus`'s data; ``changes`` by field name, None leaves a flag out."""
+    """The flags of a run of a tiny model on :func:`write_corpus`'s data; ``changes`` by field name, None leaves a
+    flag out.
+    """
     flags: dict[str, Any] = {
         "num_layers": 2,
         "hidden_size": 32,
@@ -62,7 +66,8 @@ def tiny_flags(prefix: Path, **changes: Any) -> list[str]:
 
 
 def train_tiny(prefix: Path, *, world_size: int = 1, metrics: Path, **changes: Any) -> list[dict[str, Any]]:
-    """Train in ``world_size`` forked processes, and return the lines of the metrics file; none where no step was left to do.
+    """Train in ``world_size`` forked processes, and return the lines of the metrics file; none where no step was
+    left to do.
 
     Raises:
         AssertionError: a rank did not return 0.

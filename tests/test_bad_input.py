@@ -30,15 +30,18 @@ def run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     ("changes", "code", "said"),
     [
         ({"learning_rate": 0.1}, 2, ["--learning-rate"]),
-        ({"num_attention_heads": 3, "hidden_size": 33, "kv_channels": 11, "tensor_model_parallel_size": 2}, 2, ["heads"]),
-        ({"tokenizer_type": "GPT2BPETokenizer", "vocab_file": "no.json", "merge_file": "no.txt"}, 2, ["vocab", "no.json"]),
+        (
+            {"tokenizer_type": "GPT2BPETokenizer", "vocab_file": "no.json", "merge_file": "no.txt"},
+            2,
+            ["vocab", "no.json"],
+        ),
         ({"seq_length": 32}, 2, ["--seq-length (32)", "--max-position-embeddings (16)"]),
         ({"data_path": "nowhere"}, 2, ["--data-path (nowhere)"]),
         ({"load": "nothing"}, 4, ["--load (nothing)"]),
         ({"split": "0,100,0"}, 3, ["train"]),
         ({"pipeline_model_parallel_size": 2}, 2, ["pipeline"]),
         ({"save": "out"}, 2, ["save-interval"]),
-        ({"attention_backend": "sdpa"}, 2, ["--attention-backend (sdpa)", "--attention-dropout (0.1)"]),
+        ({"attention_backend": "sdpa"}, 2, ["--attention-backend (sdpa)", "--attention-dropout 0"]),
         ({"device": "cuda"}, 2, ["--device (cuda)"]),
         ({"kernels": "triton"}, 2, ["--kernels (triton)"]),
     ],
@@ -69,6 +72,7 @@ def test_several_ranks_with_a_wrong_configuration_start_nothing(corpus: Path, tm
     flags = tiny_flags(corpus, num_attention_heads=1, tensor_model_parallel_size=2)
     result = run("trimegatron", "train", "--nproc-per-node=2", *flags, cwd=tmp_path)
     assert result.returncode == 2
+    assert "--num-attention-heads (1) must be a multiple of --tensor-model-parallel-size (2)" in result.stderr
     assert result.stderr.count("error") == 1 and "Traceback" not in result.stderr
 
 
@@ -82,13 +86,15 @@ def test_divergence(corpus: Path, tmp_path: Path):
 
 
 def test_wrong_key_and_broken_line(tmp_path: Path):
-    (tmp_path / "vocab.json").write_text('{"a": 0, "b": 1, "<|endoftext|>": 2}')
-    (tmp_path / "merges.txt").write_text("#version: 0.2\n")
+    gpt2 = Path(__file__).parent / "golden" / "gpt2"
     flags = (
-        "--output-prefix out --tokenizer-type GPT2BPETokenizer --vocab-file vocab.json --merge-file merges.txt "
+        f"--output-prefix out --tokenizer-type GPT2BPETokenizer --vocab {gpt2}/vocab.json --merge {gpt2}/merges.txt "
         "--append-eod --workers 1 --json-keys content --input"
     )
-    for text, said in (('{"text": "ab"}\n', ["data.jsonl:1", "content", "text"]), ('{"content": "ab"}\n{"cont', ["data.jsonl:2"])):
+    for text, said in (
+        ('{"text": "ab"}\n', ["data.jsonl:1", "content", "text"]),
+        ('{"content": "ab"}\n{"cont', ["data.jsonl:2"]),
+    ):
         (tmp_path / "data.jsonl").write_text(text)
         result = run("trimegatron", "preprocess", *flags.split(), "data.jsonl", cwd=tmp_path)
         assert result.returncode == 3, result.stderr

@@ -68,7 +68,8 @@ def replay(prefix: Path, tensor_parallel_size: int, changes: dict) -> list[tuple
             "seq_length": 64,
             "max_position_embeddings": 64,
             "make_vocab_size_divisible_by": 128,
-            "vocab_size": 511,  # and the end token: 512, the golden run's padded vocabulary, which takes probability there
+            # With the end token 512, the golden run's padded vocabulary, all of which takes probability there.
+            "vocab_size": 511,
             "split": "100,0,0",
             "micro_batch_size": 2,
             "global_batch_size": 8,
@@ -120,7 +121,9 @@ def test_twenty_losses(tmp_path: Path, world_size: int, tensor_parallel_size: in
 
 
 def test_masking_the_padding_changes_the_loss(tmp_path: Path):
-    """The one deliberate difference: padding takes no probability, which at the start is that of 12 of 512 equal words."""
+    """The one deliberate difference: padding takes no probability, which at the start is that of 12 of 512 equal
+    words.
+    """
     write_rows(tmp_path / "rows")
     golden = json.loads((GOLDEN / "h64_losses.json").read_text())
     ((first, _), *_) = run_ranks(1, replay, tmp_path / "rows", 1, {"vocab_size": 499})[0]

@@ -56,7 +56,9 @@ def test_micro_batch_size(micro_batch_size: int, corpus: Path, alone: list[dict]
 
 
 def test_masked_tokens_weigh_alike_however_the_batch_is_cut(corpus: Path, tmp_path: Path):
-    """With --eod-mask-loss micro-batches hold unequal numbers of tokens that count. (The end token is 210, a word of the corpus.)"""
+    """With --eod-mask-loss micro-batches hold unequal numbers of tokens that count. (The end token is 210, a word
+    of the corpus.)
+    """
     whole = train_tiny(corpus, metrics=tmp_path / "whole.jsonl", micro_batch_size=8, eod_mask_loss=True)
     cut = train_tiny(corpus, world_size=2, metrics=tmp_path / "cut.jsonl", micro_batch_size=1, eod_mask_loss=True)
     assert_same_run(cut, whole)

@@ -16,7 +16,16 @@ LINKED = ("kernels", "preprocess", "convert", "bench")
 
 LEVELS: list[set[str]] = [
     {"kernels", "config", "errors", "files", "data.index_format"},
-    {"mesh", "tokenizer", "byte_level", "data.indexed_dataset", "data.indices", "data.splits", "data.sampler", "data.index_cache"},
+    {
+        "mesh",
+        "tokenizer",
+        "byte_level",
+        "data.indexed_dataset",
+        "data.indices",
+        "data.splits",
+        "data.sampler",
+        "data.index_cache",
+    },
     {"preprocess", "data", "tensor_parallel", "data_parallel", "pipeline_parallel", "optim"},
     {"model"},
     {"metrics", "checkpoint"},
@@ -27,7 +36,9 @@ LEVELS: list[set[str]] = [
 
 
 def modules() -> Iterator[tuple[str, Path]]:
-    """Dotted name below the package, and file, of every module of ours; the linked folders under their names in the package."""
+    """Dotted name below the package, and file, of every module of ours; the linked folders under their names in the
+    package.
+    """
     for path in sorted(PACKAGE.rglob("*.py")):
         if not any(part in LINKED for part in path.relative_to(PACKAGE).parts[:1]):
             yield ".".join(path.relative_to(PACKAGE).with_suffix("").parts), path

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.parallel import free_port
 from trimegatron import demo
 from trimegatron.preprocess.tokenizer_cli import main as tokenizer_main
 
@@ -35,16 +36,19 @@ def modules(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_codeparrots_commands(modules: Path, tmp_path: Path):
-    """docs/codeparrot.sh in small: the blog's lines, torchrun with 2 processes, tensor parallel 2, fp16, TensorBoard, conversion."""
+    """docs/codeparrot.sh in small: the blog's lines, torchrun with 2 processes, tensor parallel 2, fp16,
+    TensorBoard, conversion.
+    """
     for name in ("codeparrot_data.json", "vocab.json", "merges.txt"):
         (tmp_path / name).symlink_to(modules / name)
     result = subprocess.run(
         ["bash", str(ROOT / "docs" / "codeparrot.sh")],
         cwd=tmp_path,
-        env=environment(SMALL="1", MASTER_PORT="0"),
+        env=environment(SMALL="1", MASTER_PORT=str(free_port())),
         capture_output=True,
         text=True,
         check=False,
+        timeout=300,
     )
     assert result.returncode == 0, result.stderr
     assert "greedy agreement 100.00%" in result.stdout
@@ -52,8 +56,9 @@ def test_codeparrots_commands(modules: Path, tmp_path: Path):
     steps = [line for line in lines if "split" not in line]
     # fp16 starts at a scale of 2^32: the first steps overflow and are skipped until gradients fit, as in Megatron.
     assert steps[0]["skipped"] > 0 and steps[-1]["skipped"] == 0
-    assert steps[-1]["lm_loss"] < steps[0]["lm_loss"] if steps[0]["lm_loss"] else steps[-1]["lm_loss"] < 6.4
-    assert {line["split"] for line in lines if "split" in line} == {"valid", "test"}
+    assert steps[-1]["lm_loss"] < 6.4  # it starts at ln 600
+    assert [line["iteration"] for line in lines if line.get("split") == "valid"] == [20, 40, 40]
+    assert "going on without a test set" in result.stdout  # 0.1 % of 80 documents is none
     assert list((tmp_path / "experiments/tensorboard").glob("events.*"))
     assert (tmp_path / "experiments/codeparrot-small/iter_0000040/manifest.json").is_file()
     assert (tmp_path / "codeparrot-small/model.safetensors").is_file()
@@ -75,7 +80,7 @@ def test_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Cap
     monkeypatch.setattr(demo, "standard_library", lambda root: sorted(root.glob("test_[a-c]*.py"))[:40])
     assert demo.main(["--out", str(tmp_path / "demo")]) == 0
     out = capfd.readouterr().out
-    assert f"$ torchrun --nproc-per-node 2 -m trimegatron.train --tensor-model-parallel-size 2" in out
+    assert "$ torchrun --nproc-per-node 2 -m trimegatron.train --tensor-model-parallel-size 2" in out
     assert "greedy agreement 100.00%" in out
     assert "Validation loss" in out
     first, last = demo.validation_losses(tmp_path / "demo" / "checkpoints" / "metrics.jsonl")

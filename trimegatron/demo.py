@@ -1,7 +1,7 @@
 """``trimegatron demo``: the whole workflow on this machine, with no download.
 
-The corpus is the Python standard library's own source: what CodeParrot is trained on, in small. Every step is a command that a user
-would type; each is printed before it runs.
+The corpus is the Python standard library's own source: what CodeParrot is trained on, in small. Every step is a
+command that a user would type; each is printed before it runs.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ def main(argv: list[str]) -> int:
     print(
         f"\nDone in {time.monotonic() - started:.0f} s. Validation loss {first['lm_loss']:.3f} before the first step, "
         f"{last['lm_loss']:.3f} after the last ({last['lm_loss'] / first['lm_loss']:.0%}); bits per byte "
-        f"{first['bits_per_byte']:.2f} and {last['bits_per_byte']:.2f}.\nEverything is in {out}: {', '.join(contents(out))}."
+        f"{first['bits_per_byte']:.2f} and {last['bits_per_byte']:.2f}.\n"
+        f"Everything is in {out}: {', '.join(contents(out))}."
     )
     return 0
 
@@ -138,7 +139,8 @@ def steps(out: Path, scale: Scale) -> list[tuple[str, str]]:
         (
             "Preprocess: text to token ids",
             f"trimegatron preprocess --input {folder}/stdlib.jsonl --output-prefix {folder}/stdlib --json-keys content "
-            f"--tokenizer-type GPT2BPETokenizer {tokenizer} --append-eod --workers 2 --chunk-size 25 --log-interval 500",
+            f"--tokenizer-type GPT2BPETokenizer {tokenizer} "
+            "--append-eod --workers 2 --chunk-size 25 --log-interval 500",
         ),
         (
             "Train, evaluate, save",

@@ -1,7 +1,7 @@
 """``trimegatron train [--nproc-per-node N] FLAGS``: training through torch's own launcher.
 
-What it adds to bare torchrun: the configuration is checked before a process starts, a failure is printed once, and the worker's exit code
-is passed on.
+What it adds to bare torchrun: the configuration is checked before a process starts, a failure is printed once, and
+the worker's exit code is passed on.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The mesh of ranks: the only place where process groups are made.
 
-Ranks are laid out as Megatron's: tensor parallel fastest, then data parallel, then pipeline parallel. With 16 ranks, tp=2 and pp=4,
-rank 5 is tensor 1, data 0, pipeline 1.
+Ranks are laid out as Megatron's: tensor parallel fastest, then data parallel, then pipeline parallel. With 16
+ranks, tp=2 and pp=4, rank 5 is tensor 1, data 0, pipeline 1.
 """
 
 from __future__ import annotations
@@ -15,13 +15,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from trimegatron.errors import ConfigError
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis of the mesh as one rank sees it. ``group`` is None where the size is 1: then every collective is skipped."""
+    """One axis of the mesh as one rank sees it. ``group`` is None where the size is 1: then every collective is
+    skipped.
+    """
 
     size: int = 1
     rank: int = 0
@@ -55,9 +59,24 @@ class Mesh:
 
 
 def select_device(name: str) -> torch.device:
-    """The device of this rank: ``cpu``, ``cuda`` (by LOCAL_RANK), or ``auto``, which is CUDA where there is one."""
-    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+    """The device of this rank: ``cpu``, ``cuda`` (by LOCAL_RANK), or ``auto``, which is CUDA where there is one.
+
+    Raises:
+        ConfigError: CUDA is asked for and is not there, or has fewer devices than this node has ranks.
+    """
+    available = torch.cuda.is_available()
+    if name == "cpu" or (name == "auto" and not available):
         return torch.device("cpu")
+    if not available:
+        raise ConfigError(
+            f"--device ({name}) needs a GPU that torch {torch.__version__} can use; there is none. Use cpu"
+        )
+    num_devices, num_ranks = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if num_ranks > num_devices:
+        raise ConfigError(
+            f"--device ({name}) needs a GPU for each of the {num_ranks} processes of this machine; it has "
+            f"{num_devices}. Start fewer processes, or use --device cpu"
+        )
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
     return device
@@ -73,8 +92,8 @@ def init_mesh(
 ) -> Mesh:
     """Join the process group that torchrun's environment describes and cut it into (pipeline, data, tensor).
 
-    A single process needs no environment and makes no process group. ``backend`` None means gloo on a CPU; on CUDA, NCCL for device
-    tensors beside gloo for host tensors.
+    A single process needs no environment and makes no process group. ``backend`` None means gloo on a CPU; on CUDA,
+    NCCL for device tensors beside gloo for host tensors.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size == 1:

@@ -1,4 +1,6 @@
-"""What a run tells: Megatron's log line, ``metrics.jsonl``, and TensorBoard where asked for. Only the first rank writes."""
+"""What a run tells: Megatron's log line, ``metrics.jsonl``, and TensorBoard where asked for. Only the first rank
+writes.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,9 @@ PEAK_FLOPS = {  # dense bf16/fp16 tensor-core peak of one device, by the name to
 def flops_per_token(spec: GPTSpec, seq_length: int) -> float:
     """Floating-point operations of the matrix products, forward and backward, for one token.
 
-    Per layer 2 · (3hp + ph + 2hf) for the weights (p = heads · head size, f = MLP width) and 4sp for scores and weighted sum,
-    counted in full as Megatron does although half is masked; 2hv for the head; backward costs twice the forward.
+    Per layer 2 · (3hp + ph + 2hf) for the weights (p = heads · head size, f = MLP width) and 4sp for scores and
+    weighted sum, counted in full as Megatron does although half is masked; 2hv for the head; backward costs twice
+    the forward.
     """
     projection = spec.num_attention_heads * spec.kv_channels
     weights = 2 * (4 * spec.hidden_size * projection + 2 * spec.hidden_size * spec.ffn_hidden_size)
@@ -76,7 +79,9 @@ class MetricsWriter:
         self.since = time.perf_counter()
 
     def resume_at(self, iteration: int) -> None:
-        """Drop what an interrupted run wrote beyond the iteration this one goes on from: each iteration appears once."""
+        """Drop what an interrupted run wrote beyond the iteration this one goes on from: each iteration appears
+        once.
+        """
         if self.path is None or not self.path.exists():
             return
         lines = self.path.read_text().splitlines()
@@ -94,8 +99,8 @@ class MetricsWriter:
     def step(self, values: dict[str, Any], *, num_samples: int) -> None:
         """Take note of one training step; writes a line where the log interval ends.
 
-        ``values``: iteration, consumed_samples, lm_loss, learning_rate, grad_norm (None where skipped), loss_scale, skipped, nan,
-        and what else there is to tell.
+        ``values``: iteration, consumed_samples, lm_loss, learning_rate, grad_norm (None where skipped), loss_scale,
+        skipped, nan, and what else there is to tell.
         """
         self.steps += 1
         self.samples += num_samples
@@ -159,7 +164,8 @@ class MetricsWriter:
             bits = f" bits per byte: {bits_per_byte:.4f} |" if bits_per_byte is not None else ""
             name = {"valid": "validation", "test": "test"}[split]
             print(
-                f" {name} loss at iteration {iteration} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} |{bits}",
+                f" {name} loss at iteration {iteration} | lm loss value: {loss:.6E} | "
+                f"lm loss PPL: {perplexity:.6E} |{bits}",
                 flush=True,
             )
             values = {"iteration": iteration, "split": split, "lm_loss": loss, "perplexity": perplexity}

@@ -1,4 +1,6 @@
-"""The entry of ``torchrun -m trimegatron.train`` and of ``python -m trimegatron.train``: parse, build, run, tear down."""
+"""The entry of ``torchrun -m trimegatron.train`` and of ``python -m trimegatron.train``: parse, build, run, tear
+down.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from trimegatron.config import Config, read_train_args
 from trimegatron.config.schedule import Schedule
 from trimegatron.data.gpt_dataset import build_gpt_datasets
 from trimegatron.data_parallel.buffer import ParameterBuffer
-from trimegatron.errors import CheckpointError, UserError
+from trimegatron.errors import CheckpointError, ConfigError, DataError, UserError
 from trimegatron.mesh import Mesh, close_mesh, init_mesh, select_device
 from trimegatron.metrics import MetricsWriter, metrics_path
 from trimegatron.model.build import build_model, model_spec
@@ -50,6 +52,7 @@ def main(argv: list[str] | None = None) -> int:
         )
         config = with_vocab_size(config, tokenizer)
         device = select_device(config.training.device)
+        check_kernels(config, device)
         set_threads(device)
         mesh = init_mesh(
             device,
@@ -149,6 +152,10 @@ def build_datasets(config: Config, say: Say) -> tuple[Datasets, dict[str, Any]]:
         cache_dir=config.data.data_cache_path,
         log=say,
     )
+    if train is None:
+        raise DataError(
+            f"--split ({config.data.split}) gives the training set no documents. Give it a larger first number"
+        )
     if valid is None and training.eval_iters > 0:
         say(f"no validation: --split {config.data.split} gives it no documents")
     description = {"path": config.data.data_path[0], "split": config.data.split, "samples": needed}
@@ -234,8 +241,9 @@ def describe(config: Config, mesh: Mesh, buffer: ParameterBuffer) -> str:
     num_parameters = sum(torch.Size(piece.spec.global_shape).numel() for piece in buffer.slices)
     batch = training.global_batch_size
     lines = [
-        f"GPT with {num_parameters / 1e6:.2f} M parameters, {config.precision.params_dtype}, on {mesh.world.size} × {mesh.device.type}: "
-        f"data {mesh.data.size} × tensor {mesh.tensor.size} × pipeline {mesh.pipeline.size} parallel",
+        f"GPT with {num_parameters / 1e6:.2f} M parameters, {config.precision.params_dtype}, on {mesh.world.size} × "
+        f"{mesh.device.type}: data {mesh.data.size} × tensor {mesh.tensor.size} × pipeline {mesh.pipeline.size} "
+        "parallel",
         f"a step is {batch} samples of {config.data.seq_length} tokens, in {config.num_micro_batches} micro-batches of "
         f"{training.micro_batch_size} on each of {mesh.data.size} data-parallel ranks",
         f"learning rate: 0 to {config.optimizer.lr:g} over iterations 0 to {schedule.warmup_samples / batch:g}, "
@@ -245,6 +253,19 @@ def describe(config: Config, mesh: Mesh, buffer: ParameterBuffer) -> str:
     path = metrics_path(config)
     lines.append(f"metrics: {path}" if path else "metrics are not written: give --save or --metrics-file")
     return "\n".join(lines)
+
+
+def check_kernels(config: Config, device: torch.device) -> None:
+    """Triton needs a GPU, or its interpreter.
+
+    Raises:
+        ConfigError: ``--kernels triton`` without either.
+    """
+    if config.model.kernels == "triton" and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ConfigError(
+            "--kernels (triton) needs a GPU; this run is on the CPU. Use auto or reference, or set TRITON_INTERPRET=1 "
+            "for Triton's interpreter (very slow, for tests)"
+        )
 
 
 def set_threads(device: torch.device) -> None:

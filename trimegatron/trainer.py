@@ -1,7 +1,7 @@
 """The training loop: the only one.
 
-One step: micro-batches forward and backward, gradients summed over data parallel, one norm, one factor, one optimizer launch.
-docs/architecture.md follows a sample through it; docs/gradients.md says who divides by what.
+One step: micro-batches forward and backward, gradients summed over data parallel, one norm, one factor, one
+optimizer launch. docs/architecture.md follows a sample through it; docs/gradients.md says who divides by what.
 """
 
 from __future__ import annotations
@@ -114,7 +114,9 @@ class Trainer:
             self.evaluate("test", self.datasets.test, window=0)
 
     def should_exit(self) -> bool:
-        """Whether ``--exit-interval`` or ``--exit-duration-in-mins`` ends the run here; the same answer on every rank."""
+        """Whether ``--exit-interval`` or ``--exit-duration-in-mins`` ends the run here; the same answer on every
+        rank.
+        """
         training, iteration = self.config.training, self.progress.iteration
         if training.exit_interval is not None and iteration % training.exit_interval == 0:
             self.say(f"--exit-interval {training.exit_interval}: stopping at iteration {iteration}")
@@ -161,8 +163,9 @@ class Trainer:
     def train_step(self, batches: Iterator[Batch]) -> StepResult:
         """Forward and backward over the micro-batches of one global batch, then one optimizer step.
 
-        Backward starts from Σ loss · scale / (global batch · sequence length), a constant, so that every way of cutting the batch
-        gives the same gradient; the factor to the mean over the unmasked tokens comes after the sum over ranks.
+        Backward starts from Σ loss · scale / (global batch · sequence length), a constant, so that every way of
+        cutting the batch gives the same gradient; the factor to the mean over the unmasked tokens comes after the
+        sum over ranks.
         """
         config = self.config
         all_tokens = config.training.global_batch_size * config.data.seq_length
@@ -206,8 +209,8 @@ class Trainer:
             reason += f" at the smallest loss scale, {self.scaler.scale:g}"
         raise DivergedError(
             f"training diverged at iteration {progress.iteration + 1} (samples {first} to "
-            f"{first + config.training.global_batch_size - 1} of the run): {reason}. Lower --lr or lengthen the warm-up; "
-            "--no-check-for-nan-in-loss-and-grad skips such steps instead"
+            f"{first + config.training.global_batch_size - 1} of the run): {reason}. Lower --lr or lengthen the "
+            "warm-up; --no-check-for-nan-in-loss-and-grad skips such steps instead"
         )
 
     @torch.no_grad()
@@ -225,10 +228,10 @@ class Trainer:
                 micro_batches = list(self.take(batches))
                 loss_sum, num_tokens = run_micro_batches(self.model, micro_batches, backward_scale=None)
                 totals += torch.stack([loss_sum, num_tokens, self.count_bytes(micro_batches)])
-            loss_sum, num_tokens, num_bytes = (total.item() for total in self.sum_over_data_parallel(*totals))
             self.model.train()
-            bits_per_byte = loss_sum / math.log(2.0) / num_bytes if num_bytes > 0 else None
-            self.metrics.evaluation(split, self.progress.iteration, loss_sum / max(num_tokens, 1.0), bits_per_byte)
+            loss, tokens, text_bytes = (float(total) for total in self.sum_over_data_parallel(*totals))
+            bits_per_byte = loss / math.log(2.0) / text_bytes if text_bytes > 0 else None
+            self.metrics.evaluation(split, self.progress.iteration, loss / max(tokens, 1.0), bits_per_byte)
 
     def count_bytes(self, batches: list[Batch]) -> torch.Tensor:
         """Bytes of text in the labels that count; 0 where the tokenizer cannot say."""

@@ -1,7 +1,8 @@
 """Saving and loading what a run is made of: weights, moments, and a page of JSON.
 
-The tensors' names are ``model.NAME``, ``optimizer.exp_avg.NAME``, ``optimizer.exp_avg_sq.NAME`` and, where the model computes in
-half precision, ``optimizer.master.NAME``, with the model's parameter names. Their shapes are the global ones, without padding.
+The tensors' names are ``model.NAME``, ``optimizer.exp_avg.NAME``, ``optimizer.exp_avg_sq.NAME`` and, where the
+model computes in half precision, ``optimizer.master.NAME``, with the model's parameter names. Their shapes are the
+global ones, without padding.
 """
 
 from __future__ import annotations
@@ -142,7 +143,8 @@ def load_checkpoint(
     has_master = any(name.startswith("optimizer.master.") for name in stored)
     if with_optimizer and not has_moments:
         raise CheckpointError(
-            f"{folder} holds no optimizer state. Add --no-load-optim to go on without it, or --finetune to start anew from its weights"
+            f"{folder} holds no optimizer state. Add --no-load-optim to go on without it, or --finetune to start anew "
+            "from its weights"
         )
     # The fp32 weights are the truth: the checkpoint's master where it has one, else the model's own.
     source = "optimizer.master" if has_master else "model"

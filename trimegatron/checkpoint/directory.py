@@ -35,7 +35,9 @@ def temporary_folder(root: Path, iteration: int) -> Path:
 
 
 def publish(temporary: Path, final: Path) -> None:
-    """Make a written folder a complete checkpoint: manifest, flush, rename, tracker. One rank calls it, after all have written."""
+    """Make a written folder a complete checkpoint: manifest, flush, rename, tracker. One rank calls it, after all
+    have written.
+    """
     files = sorted(path for path in temporary.rglob("*") if path.is_file())
     entries = {
         str(path.relative_to(temporary)): {"bytes": path.stat().st_size, "sha256": file_hash(path)} for path in files

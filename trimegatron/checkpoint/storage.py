@@ -1,8 +1,8 @@
 """Tensors of a checkpoint on disk: safetensors files, one a rank, through torch.distributed.checkpoint.
 
-This is the one file that knows that library. What it is given are pieces: rectangles of global tensors. Any set of pieces that
-covers a tensor can be read as any other, so that every layout loads every other. Each file says in its header where its pieces lie;
-it is plain safetensors, which loads without this package.
+This is the one file that knows that library. What it is given are pieces: rectangles of global tensors. Any set of
+pieces that covers a tensor can be read as any other, so that every layout loads every other. Each file says in its
+header where its pieces lie; it is plain safetensors, which loads without this package.
 """
 
 from __future__ import annotations
@@ -159,6 +159,7 @@ class SafetensorsWriter(HuggingFaceStorageWriter):
         self.file = folder / f"shard-{rank:05d}.safetensors"
 
     def write_data(self, plan: SavePlan, planner: dcp.SavePlanner) -> Future[list[WriteResult]]:
+        assert isinstance(planner, PieceSavePlanner)
         tensors = {item.index.fqn: planner.resolve_data(item).detach().cpu().contiguous() for item in plan.items}
         if tensors:
             where = {item.index.fqn: {"saved_offsets": list(item.index.offset or ())} for item in plan.items}
@@ -211,7 +212,9 @@ def global_shape(pieces: list[StoredPiece]) -> tuple[int, ...]:
 
 
 def read_whole(folder: Path, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each global tensor whose name starts with ``prefix``, put together from its pieces, one at a time, in the order of names."""
+    """Each global tensor whose name starts with ``prefix``, put together from its pieces, one at a time, in the
+    order of names.
+    """
     for name, pieces in sorted(stored_pieces(folder).items()):
         if not name.startswith(prefix):
             continue

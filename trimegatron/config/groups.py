@@ -72,6 +72,13 @@ class ModelConfig(Options):
         for name in ("attention_dropout", "hidden_dropout"):
             if not getattr(self, name) < 1:
                 fail(name, getattr(self, name), "must be in [0, 1)", way_out="0 turns dropout off.")
+        if self.attention_backend == "sdpa" and self.attention_dropout > 0:
+            fail(
+                "attention_backend",
+                "sdpa",
+                f"needs --attention-dropout 0: torch's attention draws its own masks; got {self.attention_dropout:g}",
+                way_out="Use auto, which takes sdpa wherever nothing is dropped.",
+            )
         if not self.layernorm_epsilon > 0:
             fail("layernorm_epsilon", self.layernorm_epsilon, "must be above 0")
 

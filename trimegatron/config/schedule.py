@@ -1,7 +1,7 @@
 """Learning rate and weight decay as functions of the samples that successful steps have consumed; Megatron-LM's rules.
 
-Step k is made with the values at the samples consumed before it, (k - 1) x global batch where no step was skipped (an fp16
-overflow does not count): with a warm-up the first step's rate is zero.
+Step k is made with the values at the samples consumed before it, (k - 1) x global batch where no step was skipped
+(an fp16 overflow does not count): with a warm-up the first step's rate is zero.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Schedule:
         return self.min_lr + (self.lr - self.min_lr) * shape
 
     def weight_decay(self, samples: float) -> float:
-        """The decay after ``samples``: with r = samples / run, start + (end - start) · shape(r), where shape is r (linear)
-        or (1 + cos π(1 - r)) / 2 (cosine)."""
+        """The decay after ``samples``: with r = samples / run, start + (end - start) · shape(r), where shape is r
+        (linear) or (1 + cos π(1 - r)) / 2 (cosine)."""
         if self.weight_decay_style == "constant" or samples >= self.total_samples:
             return self.end_weight_decay
         r = samples / self.total_samples

@@ -40,12 +40,12 @@ class ParameterSlice:
 class ParameterBuffer:
     """The parameters of a model in one flat tensor, their main gradients in another.
 
-    The order is [decayed, sharded | decayed, replicated | others, replicated | others, sharded]: what the optimizer decays is a
-    prefix of ``num_decayed`` elements, and what all tensor-parallel ranks hold alike is one range (``replicated``), which the
-    gradient norm must count once. Decayed are weights of two dimensions, as Megatron's.
+    The order is [decayed, sharded | decayed, replicated | others, replicated | others, sharded]: what the optimizer
+    decays is a prefix of ``num_decayed`` elements, and what all tensor-parallel ranks hold alike is one range
+    (``replicated``), which the gradient norm must count once. Decayed are weights of two dimensions, as Megatron's.
 
-    Gradients of the parameters' own dtype accumulate where they are (``parameter.grad`` is the view); others are added into the
-    main gradient, and dropped, by a hook as soon as each is there.
+    Gradients of the parameters' own dtype accumulate where they are (``parameter.grad`` is the view); others are
+    added into the main gradient, and dropped, by a hook as soon as each is there.
     """
 
     def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]], *, grad_dtype: torch.dtype):

@@ -19,8 +19,8 @@ from trimegatron.tensor_parallel.linear import ColumnParallelLinear, RowParallel
 class SelfAttention(nn.Module):
     """softmax(causal(q kᵀ / √d)) v for each head, then the output projection: [s, b, h] -> [s, b, h].
 
-    The rows of ``query_key_value`` are [head, (q, k, v), d] as Megatron's, so that a tensor-parallel cut is a rectangle.
-    The output's bias is ``output_bias``: the caller adds it, fused with dropout and residual.
+    The rows of ``query_key_value`` are [head, (q, k, v), d] as Megatron's, so that a tensor-parallel cut is a
+    rectangle. The output's bias is ``output_bias``: the caller adds it, fused with dropout and residual.
     """
 
     def __init__(self, spec: GPTSpec, layer: int):
@@ -62,8 +62,8 @@ class SelfAttention(nn.Module):
 class AttentionCore(nn.Module):
     """Scores, softmax, dropout and the weighted sum; it has no parameters: q, k, v [b, n, s, d] -> [b, n, s, d].
 
-    Backends: "sdpa" is torch's scaled_dot_product_attention, which cannot take our dropout masks; "softmax" is the fused-softmax path;
-    "auto" takes the first where there is no dropout to apply, the second where there is.
+    Backends: "sdpa" is torch's scaled_dot_product_attention, which cannot take our dropout masks; "softmax" is the
+    fused-softmax path; "auto" takes the first where there is no dropout to apply, the second where there is.
     """
 
     def __init__(self, spec: GPTSpec, layer: int):
@@ -73,8 +73,9 @@ class AttentionCore(nn.Module):
         self.layer = layer
         self.head_offset = spec.tensor.rank * (spec.num_attention_heads // spec.tensor.size)
         self.scale = 1.0 / math.sqrt(spec.kv_channels)
-        # Query-key layer scaling divides the scores by the layer's number before they are rounded to half precision and multiplies
-        # them back in the fp32 softmax. In fp32 it would change nothing but rounding, so there it is left out.
+        # Query-key layer scaling divides the scores by the layer's number before they are rounded to half precision
+        # and multiplies them back in the fp32 softmax. In fp32 it would change nothing but rounding, so there it is
+        # left out.
         scales_scores = spec.apply_query_key_layer_scaling and spec.dtype != torch.float32
         self.score_divisor = float(layer + 1) if scales_scores else 1.0
         self.seed = spec.seed

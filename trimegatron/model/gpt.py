@@ -19,8 +19,8 @@ from trimegatron.tensor_parallel.linear import column_parallel_linear
 class GPTStage(nn.Module):
     """The layers ``layers`` (global numbers), behind the embedding on the first stage, before the head on the last.
 
-    A model that is not cut is one stage that is both. Parameter names carry global layer numbers, so they are the same however
-    the model is cut. The head is tied to the word embedding.
+    A model that is not cut is one stage that is both. Parameter names carry global layer numbers, so they are the
+    same however the model is cut. The head is tied to the word embedding.
     """
 
     def __init__(self, spec: GPTSpec, layers: range, *, is_first: bool = True, is_last: bool = True):
@@ -42,7 +42,8 @@ class GPTStage(nn.Module):
         loss_mask: torch.Tensor | None = None,
         sample_numbers: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Tokens [b, s], or the previous stage's [s, b, h] -> [s, b, h]; on the last stage the loss, or without labels the logits.
+        """Tokens [b, s], or the previous stage's [s, b, h] -> [s, b, h]; on the last stage the loss, or without
+        labels the logits.
 
         Args:
             labels: [b, s], the token after each.

@@ -11,13 +11,16 @@ from torch import nn
 from trimegatron.tensor_parallel.parameter import spec_of
 
 ROWS_PER_BLOCK = 64
-"""Rows that share one random stream. A rank draws whole blocks and keeps what is its own, so the memory it needs is small."""
+"""Rows that share one random stream. A rank draws whole blocks and keeps what is its own, so the memory it needs is
+small.
+"""
 
 
 def normal_rows(seed: int, name: str, start: int, stop: int, num_columns: int) -> np.ndarray:
     """Rows [start, stop) of the parameter's N(0, 1) table, fp32 [stop − start, num_columns].
 
-    Each block of rows is a stream of its own: NumPy's Philox generator, keyed by (seed, name), its counter's high word the block.
+    Each block of rows is a stream of its own: NumPy's Philox generator, keyed by (seed, name), its counter's high
+    word the block.
     """
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     key = np.frombuffer(digest[:16], dtype=np.uint64)

@@ -11,7 +11,9 @@ from trimegatron.tensor_parallel.linear import ColumnParallelLinear, RowParallel
 
 
 class MLP(nn.Module):
-    """GELU(x W₁ᵀ + b₁) W₂ᵀ: [s, b, h] -> [s, b, h]. b₂ is ``output_bias``: the caller adds it, fused with dropout and residual."""
+    """GELU(x W₁ᵀ + b₁) W₂ᵀ: [s, b, h] -> [s, b, h]. b₂ is ``output_bias``: the caller adds it, fused with dropout
+    and residual.
+    """
 
     def __init__(self, spec: GPTSpec):
         super().__init__()

@@ -11,7 +11,9 @@ from trimegatron.tensor_parallel.parameter import make_parameter
 
 
 class LayerNorm(nn.Module):
-    """y = (x − mean) / √(variance + ε) · weight + bias over the last dimension, statistics in fp32: [s, b, h] -> [s, b, h]."""
+    """y = (x − mean) / √(variance + ε) · weight + bias over the last dimension, statistics in fp32: [s, b, h] ->
+    [s, b, h].
+    """
 
     def __init__(self, spec: GPTSpec):
         super().__init__()

@@ -11,7 +11,9 @@ from trimegatron.mesh import Axis
 
 @dataclass(frozen=True)
 class GPTSpec:
-    """The model as it is built on one rank: the architecture, the numerics, and this rank's place. Sizes are global ones."""
+    """The model as it is built on one rank: the architecture, the numerics, and this rank's place. Sizes are global
+    ones.
+    """
 
     num_layers: int
     hidden_size: int

@@ -11,8 +11,9 @@ from trimegatron.kernels import functional
 class FlatAdamW:
     """m = β₁ m + (1−β₁) g;  v = β₂ v + (1−β₂) g²;  p −= lr (m̂ / (√v̂ + ε) + wd · p), in one pass over the flat buffer.
 
-    The update acts on fp32 master weights. Where the parameters are fp32 they are their own master; else the same pass writes
-    the rounded copy the model computes with. ``step`` counts the updates that were made: a skipped one leaves everything as it was.
+    The update acts on fp32 master weights. Where the parameters are fp32 they are their own master; else the same
+    pass writes the rounded copy the model computes with. ``step`` counts the updates that were made: a skipped one
+    leaves everything as it was.
     """
 
     def __init__(self, buffer: ParameterBuffer, *, beta1: float, beta2: float, epsilon: float, kernels: str):

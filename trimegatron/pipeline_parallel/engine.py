@@ -16,8 +16,8 @@ def run_micro_batches(
     """Run every micro-batch forward and, with ``backward_scale``, backward from loss · backward_scale.
 
     Returns:
-        The sum of the losses of all unmasked tokens and the number of those tokens, of this rank's micro-batches: fp32 scalars on the
-        device, nothing waits for them here.
+        The sum of the losses of all unmasked tokens and the number of those tokens, of this rank's micro-batches:
+        fp32 scalars on the device, nothing waits for them here.
     """
     loss_sum = num_tokens = None
     for batch in batches:

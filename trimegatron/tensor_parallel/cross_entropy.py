@@ -16,9 +16,9 @@ from torch.distributed import ProcessGroup
 class VocabParallelCrossEntropy(torch.autograd.Function):
     """loss = log Σ exp(logits) − logits[target], over the valid columns of all ranks, in fp32.
 
-    Each rank reads its logits once for three numbers a token: its maximum, its sum of exponentials, and the target's logit where it
-    holds it. One all-gather of those is the only exchange. Backward re-makes the softmax from the logits, so that nothing of
-    their size is kept beside them.
+    Each rank reads its logits once for three numbers a token: its maximum, its sum of exponentials, and the
+    target's logit where it holds it. One all-gather of those is the only exchange. Backward re-makes the softmax
+    from the logits, so that nothing of their size is kept beside them.
     """
 
     @staticmethod
@@ -69,7 +69,9 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 def combine_over_ranks(
     maximum: torch.Tensor, sum_exp: torch.Tensor, target_logit: torch.Tensor, group: ProcessGroup
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The three numbers of a token over all columns, from each rank's: m = max mᵢ, Σ = Σ sᵢ exp(mᵢ − m), target = Σ targetᵢ."""
+    """The three numbers of a token over all columns, from each rank's: m = max mᵢ, Σ = Σ sᵢ exp(mᵢ − m), target = Σ
+    targetᵢ.
+    """
     local = torch.stack([maximum, sum_exp, target_logit])  # [3, s, b]
     everyone = [torch.empty_like(local) for _ in range(group.size())]
     dist.all_gather(everyone, local, group=group)
@@ -81,9 +83,11 @@ def combine_over_ranks(
 def vocab_parallel_cross_entropy(
     logits: torch.Tensor, target: torch.Tensor, *, vocab_start: int, num_valid: int, group: ProcessGroup | None
 ) -> torch.Tensor:
-    """Cross entropy of each token: logits [s, b, v], target [s, b] (global ids) -> [s, b] in fp32; the same on every rank.
+    """Cross entropy of each token: logits [s, b, v], target [s, b] (global ids) -> [s, b] in fp32; the same on
+    every rank.
 
-    ``vocab_start`` is the global id of this rank's first column, ``num_valid`` how many of its columns are words: the rest is padding
-    and takes no probability. The gradient has the logits' dtype; it is zero in the padding. The logits are not written to.
+    ``vocab_start`` is the global id of this rank's first column, ``num_valid`` how many of its columns are words:
+    the rest is padding and takes no probability. The gradient has the logits' dtype; it is zero in the padding. The
+    logits are not written to.
     """
     return VocabParallelCrossEntropy.apply(logits, target, vocab_start, num_valid, group)

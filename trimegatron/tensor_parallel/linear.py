@@ -54,7 +54,9 @@ class RowParallelMatmul(torch.autograd.Function):
     """y = Σ over ranks of x Wᵀ with W cut by input features: one all-reduce of y forward, no communication backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, group: ProcessGroup) -> torch.Tensor:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, group: ProcessGroup
+    ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         y = F.linear(x, weight)
         dist.all_reduce(y, group=group)
@@ -105,7 +107,8 @@ class ColumnParallelLinear(nn.Module):
 class RowParallelLinear(nn.Module):
     """Linear layer whose input features are cut over ``axis``: [s, b, i/t] -> [s, b, o] on every rank.
 
-    The bias is not added here: it comes after the reduction, fused with dropout and residual. The caller takes ``self.bias``.
+    The bias is not added here: it comes after the reduction, fused with dropout and residual. The caller takes
+    ``self.bias``.
     """
 
     def __init__(

@@ -1,7 +1,8 @@
 """A parameter knows where it lies in the whole model.
 
-Initialisation, the gradient norm, checkpoints and conversion all need the same facts about a rank's piece of a parameter, so they are
-written down once, when the parameter is made: its global (unpadded) shape, which rectangle of it this rank holds, and its initial distribution.
+Initialisation, the gradient norm, checkpoints and conversion all need the same facts about a rank's piece of a
+parameter, so they are written down once, when the parameter is made: its global (unpadded) shape, which rectangle
+of it this rank holds, and its initial distribution.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from trimegatron.mesh import Axis
 class ParameterSpec:
     """Where a rank's piece lies in the whole parameter, and how the whole one starts.
 
-    ``extent`` is the part of the local tensor that exists in the global one; what lies beyond is padding (of the vocabulary only).
-    The initial values are N(``init_mean``, ``init_std``), constant where ``init_std`` is 0.
+    ``extent`` is the part of the local tensor that exists in the global one; what lies beyond is padding (of the
+    vocabulary only). The initial values are N(``init_mean``, ``init_std``), constant where ``init_std`` is 0.
     """
 
     global_shape: tuple[int, ...]
@@ -47,10 +48,11 @@ def make_parameter(
     dtype: torch.dtype,
     device: torch.device,
 ) -> nn.Parameter:
-    """This rank's piece of a parameter, cut along ``shard_dim`` over ``axis``, uninitialised; its spec is ``parameter.spec``.
+    """This rank's piece of a parameter, cut along ``shard_dim`` over ``axis``, uninitialised; its spec is
+    ``parameter.spec``.
 
-    ``padded_size`` is the size of ``shard_dim`` as it is cut, where that is more than the global size: then the last pieces hold
-    less than their size, or nothing, of the whole.
+    ``padded_size`` is the size of ``shard_dim`` as it is cut, where that is more than the global size: then the
+    last pieces hold less than their size, or nothing, of the whole.
     """
     shape = list(global_shape)
     offsets = [0] * len(shape)
