@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from trimegatron.config.flags import REQUIRED, Options, fail, option
+from trimegatron.config.options import REQUIRED, Options, fail, option
 from trimegatron.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
 
 _LATER = "is not supported yet"
@@ -17,8 +17,8 @@ class PreprocessConfig(Options):
 
     Writes {output-prefix}_{key}_document.bin and .idx for each key."""
 
-    input: list[str] = option(REQUIRED, "JSON file with one object a line, UTF-8")  # noqa: RUF009
-    json_keys: list[str] = option(["text"], "keys whose values are tokenized, each into a pair of files of its own")  # noqa: RUF009
+    input: list[str] = option(REQUIRED, "JSON file with one object a line, UTF-8")
+    json_keys: list[str] = option(["text"], "keys whose values are tokenized, each into a pair of files of its own")
     output_prefix: str = option(REQUIRED, "path and beginning of the names of the output files")
     dataset_impl: str = option("mmap", "format of the output", choices=("mmap", "lazy", "cached"))
     tokenizer_type: str = option(

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trimegatron.config.flags import REQUIRED, Options, option, parse
+from trimegatron.config.flags import parse
+from trimegatron.config.options import REQUIRED, Options, option
 from trimegatron.errors import ConfigError
 from trimegatron.preprocess.train_bpe import train_bpe
 
@@ -16,8 +17,8 @@ class TokenizerTrainConfig(Options):
 
     Writes vocab.json, merges.txt, tokenizer.json and tokenizer_config.json."""
 
-    input: list[str] = option(REQUIRED, "JSON files with one object a line, UTF-8")  # noqa: RUF009
-    json_keys: list[str] = option(["text"], "keys whose values are learnt from")  # noqa: RUF009
+    input: list[str] = option(REQUIRED, "JSON files with one object a line, UTF-8")
+    json_keys: list[str] = option(["text"], "keys whose values are learnt from")
     vocab_size: int = option(REQUIRED, "ids in all, <|endoftext|> (the last one) included", minimum=257)
     output: str = option(REQUIRED, "folder for the files")
 

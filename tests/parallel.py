@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import multiprocessing
 import os
 import queue
@@ -21,7 +22,8 @@ def free_port() -> int:
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
-    """What ``function(*args)`` returns on each rank, each in a forked process with torchrun's environment.
+    """What ``function(*args)`` returns on each rank (tensors, numbers, text, and containers of them), each in a forked
+    process with torchrun's environment.
 
     Forking a process whose OpenMP has started threads hangs its children, so the parent must run on one
     (tests/conftest.py).
@@ -44,7 +46,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
             except queue.Empty:
                 raise AssertionError(f"of {world_size} ranks only {sorted(answers)} answered in {timeout} s") from None
             assert error is None, f"rank {rank}:\n{error}"
-            answers[rank] = result
+            answers[rank] = torch.load(io.BytesIO(result), weights_only=True)
         return [answers[rank] for rank in range(world_size)]
     finally:
         for process in ranks:
@@ -64,6 +66,9 @@ def _one_rank(
         "MASTER_PORT": str(port),
     }
     try:
-        results.put((rank, function(*args), None))
+        # As bytes: a tensor in a queue is shared memory, which goes with the process that made it.
+        result = io.BytesIO()
+        torch.save(function(*args), result)
+        results.put((rank, result.getvalue(), None))
     except BaseException:
         results.put((rank, None, traceback.format_exc()))

@@ -1,7 +1,5 @@
 """The machinery: dataclass fields to command line, YAML and help."""
 
-# ruff: noqa: RUF009 (option copies its defaults)
-
 from __future__ import annotations
 
 import subprocess

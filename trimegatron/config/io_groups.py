@@ -12,7 +12,7 @@ from trimegatron.config.split import parse_split
 class DataConfig(Options):
     """Data and tokenizer"""
 
-    data_path: list[str] = option([], "prefix of the .bin and .idx files", nargs="*", metavar="PREFIX")  # noqa: RUF009 (it is copied)
+    data_path: list[str] = option([], "prefix of the .bin and .idx files", nargs="*", metavar="PREFIX")
     split: str = option("969, 30, 1", "proportions of training, validation and test documents")
     seq_length: int = option(REQUIRED, "tokens of one sample", unit="tokens", minimum=1)
     tokenizer_type: str = option(

@@ -24,7 +24,7 @@ class SumOverRanks(torch.autograd.Function):
     """Forward: all-reduce, into its own argument; backward: identity, since every rank goes on with the same value."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
         ctx.mark_dirty(x)
         dist.all_reduce(x, group=group)
         return x

@@ -26,7 +26,7 @@ class ColumnParallelMatmul(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: ProcessGroup
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
@@ -54,9 +54,7 @@ class RowParallelMatmul(torch.autograd.Function):
     """y = Σ over ranks of x Wᵀ with W cut by input features: one all-reduce of y forward, no communication backward."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, group: ProcessGroup
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         y = F.linear(x, weight)
         dist.all_reduce(y, group=group)
