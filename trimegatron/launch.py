@@ -46,6 +46,7 @@ def take_num_processes(argv: list[str]) -> tuple[int, list[str]]:
 
 def launch(num_processes: int, flags: list[str]) -> int:
     """Run ``python -m trimegatron.train FLAGS`` in ``num_processes`` processes of this machine."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -65,5 +66,9 @@ def launch(num_processes: int, flags: list[str]) -> int:
     try:
         elastic_launch(launcher, sys.executable)("-m", "trimegatron.train", *flags)
     except ChildFailedError as error:
-        return error.get_first_failure()[1].exitcode
+        exitcode = error.get_first_failure()[1].exitcode
+        return exitcode if exitcode > 0 else 128 - exitcode  # a worker that a signal ended has minus its number
+    except SignalException as error:
+        print(f"trimegatron train: stopped by signal {error.sigval.name}", file=sys.stderr)
+        return 128 + error.sigval
     return 0
