@@ -1,4 +1,4 @@
-"""Training through the Triton kernels, every one of them, in Triton's interpreter: the losses of the eager references."""
+"""Training through the Triton kernels, every one of them, in their interpreter: the losses of the eager references."""
 
 from __future__ import annotations
 

@@ -47,13 +47,13 @@ CPU = Scale(
     num_processes=2,
     vocab_size=4096,
     flags="""--num-layers 4 --hidden-size 192 --num-attention-heads 4 --seq-length 128 --max-position-embeddings 128
-        --micro-batch-size 16 --global-batch-size 16 --train-iters 600 --lr 0.003 --min-lr 0.0003 --lr-warmup-iters 40
-        --eval-interval 100 --eval-iters 8 --log-interval 20""",
+        --micro-batch-size 8 --global-batch-size 8 --train-iters 1200 --lr 0.002 --min-lr 0.0002 --lr-warmup-iters 60
+        --eval-interval 250 --eval-iters 48 --log-interval 50""",
 )
 
 GPU = """--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 512 --max-position-embeddings 512
-        --micro-batch-size 32 --global-batch-size 32 --train-iters 1000 --lr 0.001 --min-lr 0.0001 --lr-warmup-iters 100
-        --eval-interval 250 --eval-iters 8 --log-interval 50 --bf16"""
+        --micro-batch-size 32 --global-batch-size 32 --train-iters 1200 --lr 0.001 --min-lr 0.0001 --lr-warmup-iters 100
+        --eval-interval 250 --eval-iters 12 --log-interval 50 --bf16"""
 
 
 def main(argv: list[str]) -> int:
@@ -148,7 +148,7 @@ def steps(out: Path, scale: Scale) -> list[tuple[str, str]]:
             f"--tensor-model-parallel-size {scale.num_processes} {flags} "
             f"--lr-decay-style cosine --weight-decay 0.1 --adam-beta2 0.98 --attention-dropout 0 --hidden-dropout 0 "
             f"--data-path {folder}/stdlib_content_document --split 95,5,0 {tokenizer} --num-workers 0 --eval-at-start "
-            f"--save {folder}/checkpoints --save-interval 1000 --load {folder}/checkpoints",
+            f"--save {folder}/checkpoints --save-interval 2000 --load {folder}/checkpoints",
         ),
         (
             "Convert to Hugging Face; the proof loads the result with AutoModelForCausalLM in a fresh process",

@@ -71,9 +71,10 @@ class MetricsWriter:
             from torch.utils.tensorboard import SummaryWriter
 
             self.board = SummaryWriter(config.logging.tensorboard_dir, max_queue=config.logging.tensorboard_queue_size)
-        self._start_interval()
+        self.start_interval()
 
-    def _start_interval(self) -> None:
+    def start_interval(self) -> None:
+        """Forget the steps so far and start the clock: at the beginning, and after each line."""
         self.losses: list[float] = []
         self.steps = self.samples = self.skipped = self.nans = 0
         self.since = time.perf_counter()
@@ -124,7 +125,7 @@ class MetricsWriter:
             "iteration_ms": seconds * 1000.0,
             "peak_memory_bytes": peak_memory_bytes(self.mesh.device),
         }
-        self._start_interval()
+        self.start_interval()
         if self.mesh.is_first_rank:
             print(self._line(values, seconds), flush=True)
             self._append(values)

@@ -89,34 +89,33 @@ class Trainer:
     def train(self) -> None:
         """Train to ``train_iters``, or until an exit condition; evaluate and save on the way and at the end."""
         config, progress = self.config, self.progress
-        if config.training.eval_at_start and progress.iteration == 0:
+        training, save = config.training, config.checkpoint.save
+        if progress.iteration >= training.train_iters:
+            self.say(f"nothing is left to train: iteration {progress.iteration} of {training.train_iters} is reached")
+            if save and save != config.checkpoint.load:
+                self.save()
+            return
+        if training.eval_at_start and progress.iteration == 0:
             self.evaluate("valid", self.datasets.valid, window=0)
-        batches: Iterator[Batch] | None = None
         self.model.train()
-        with self.metrics.pause():  # the first batch takes the workers' start
-            if progress.iteration < config.training.train_iters:
-                batches = self.loader(self.datasets.train, progress.consumed_samples)
-        while progress.iteration < config.training.train_iters:
-            assert batches is not None
+        batches = self.loader(self.datasets.train, progress.consumed_samples)
+        self.metrics.start_interval()
+        while progress.iteration < training.train_iters:
             self.step_and_report(batches)
-            iteration = progress.iteration
-            if config.training.eval_iters > 0 and iteration % config.training.eval_interval == 0:
-                self.evaluate("valid", self.datasets.valid, window=iteration // config.training.eval_interval - 1)
-            if config.checkpoint.save and iteration % (config.checkpoint.save_interval or iteration + 1) == 0:
+            if training.eval_iters > 0 and progress.iteration % training.eval_interval == 0:
+                self.evaluate("valid", self.datasets.valid, window=progress.iteration // training.eval_interval - 1)
+            if save and progress.iteration % (config.checkpoint.save_interval or training.train_iters) == 0:
                 self.save()
             if self.should_exit():
                 break
-        if config.checkpoint.save and self.saved_at != progress.iteration:
+        if save and self.saved_at != progress.iteration:
             self.save()
-        if progress.iteration >= config.training.train_iters and config.training.eval_iters > 0:
-            last_window = config.training.train_iters // config.training.eval_interval
-            self.evaluate("valid", self.datasets.valid, window=last_window)
+        if progress.iteration >= training.train_iters and training.eval_iters > 0:
+            self.evaluate("valid", self.datasets.valid, window=training.train_iters // training.eval_interval)
             self.evaluate("test", self.datasets.test, window=0)
 
     def should_exit(self) -> bool:
-        """Whether ``--exit-interval`` or ``--exit-duration-in-mins`` ends the run here; the same answer on every
-        rank.
-        """
+        """Whether ``--exit-interval`` or ``--exit-duration-in-mins`` ends the run here: one answer for all ranks."""
         training, iteration = self.config.training, self.progress.iteration
         if training.exit_interval is not None and iteration % training.exit_interval == 0:
             self.say(f"--exit-interval {training.exit_interval}: stopping at iteration {iteration}")
