@@ -46,9 +46,9 @@ CPU = Scale(
     "no GPU found: 2 processes on the CPU (gloo), tensor parallel 2",
     num_processes=2,
     vocab_size=4096,
-    flags="""--num-layers 4 --hidden-size 192 --num-attention-heads 4 --seq-length 128 --max-position-embeddings 128
-        --micro-batch-size 8 --global-batch-size 8 --train-iters 1200 --lr 0.002 --min-lr 0.0002 --lr-warmup-iters 60
-        --eval-interval 250 --eval-iters 48 --log-interval 50""",
+    flags="""--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 --max-position-embeddings 128
+        --micro-batch-size 8 --global-batch-size 8 --train-iters 2400 --lr 0.003 --min-lr 0.0003 --lr-warmup-iters 60
+        --eval-interval 500 --eval-iters 48 --log-interval 100""",
 )
 
 GPU = """--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 512 --max-position-embeddings 512
@@ -148,7 +148,7 @@ def steps(out: Path, scale: Scale) -> list[tuple[str, str]]:
             f"--tensor-model-parallel-size {scale.num_processes} {flags} "
             f"--lr-decay-style cosine --weight-decay 0.1 --adam-beta2 0.98 --attention-dropout 0 --hidden-dropout 0 "
             f"--data-path {folder}/stdlib_content_document --split 95,5,0 {tokenizer} --num-workers 0 --eval-at-start "
-            f"--save {folder}/checkpoints --save-interval 2000 --load {folder}/checkpoints",
+            f"--save {folder}/checkpoints --save-interval 5000 --load {folder}/checkpoints",
         ),
         (
             "Convert to Hugging Face; the proof loads the result with AutoModelForCausalLM in a fresh process",
