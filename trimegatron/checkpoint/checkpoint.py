@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import platform
-import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,15 @@ from typing import Any
 import torch
 
 import trimegatron
-from trimegatron.checkpoint.directory import STATE, TOKENIZER, checkpoint_folder, publish, readable, temporary_folder
+from trimegatron.checkpoint.directory import (
+    STATE,
+    TOKENIZER,
+    checkpoint_folder,
+    prepare,
+    publish,
+    readable,
+    temporary_folder,
+)
 from trimegatron.checkpoint.storage import Piece, load_pieces, save_pieces, stored_pieces
 from trimegatron.config import Config
 from trimegatron.data_parallel.buffer import ParameterBuffer
@@ -103,11 +110,36 @@ def save_checkpoint(
     tokenizer: Tokenizer,
     mesh: Mesh,
 ) -> Path:
-    """Write one checkpoint and make it the newest; until it is whole it has a temporary name. Every rank calls it."""
+    """Write one checkpoint and make it the newest; until it is whole it has a temporary name. Every rank calls it.
+
+    Raises:
+        CheckpointError: it cannot be written; what was saved before is as it was.
+    """
     temporary, final = temporary_folder(root, progress.iteration), checkpoint_folder(root, progress.iteration)
+    try:
+        write_checkpoint(temporary, final, config, progress, optimizer, scaler, data, tokenizer, mesh)
+    except OSError as error:
+        raise CheckpointError(
+            f"{final} could not be saved: {error}. Earlier checkpoints are as they were; free space or mend the folder, "
+            "then resume with --load"
+        ) from error
+    return final
+
+
+def write_checkpoint(
+    temporary: Path,
+    final: Path,
+    config: Config,
+    progress: Progress,
+    optimizer: FlatAdamW,
+    scaler: dict[str, float],
+    data: dict[str, Any],
+    tokenizer: Tokenizer,
+    mesh: Mesh,
+) -> None:
+    """Every rank's tensors, the first rank's JSON and tokenizer, then the name that makes it complete."""
     if mesh.is_first_rank:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
+        prepare(final.parent, progress.iteration)
     mesh.barrier()
     pieces = model_pieces(optimizer.buffer, optimizer.buffer.params, "model")
     if not config.checkpoint.no_save_optim:
@@ -124,7 +156,6 @@ def save_checkpoint(
         tokenizer.save(temporary / TOKENIZER)
         publish(temporary, final)
     mesh.barrier()
-    return final
 
 
 def load_checkpoint(

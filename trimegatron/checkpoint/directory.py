@@ -34,6 +34,13 @@ def temporary_folder(root: Path, iteration: int) -> Path:
     return root / f".iter_{iteration:07d}.tmp"
 
 
+def prepare(root: Path, iteration: int) -> None:
+    """An empty temporary folder; what killed runs left half-written goes."""
+    for leftover in root.glob(".iter_*"):
+        shutil.rmtree(leftover)
+    temporary_folder(root, iteration).mkdir(parents=True)
+
+
 def publish(temporary: Path, final: Path) -> None:
     """Make a written folder a complete checkpoint: manifest, flush, rename, tracker. One rank calls it, after all
     have written.
@@ -47,11 +54,13 @@ def publish(temporary: Path, final: Path) -> None:
     for folder in [path for path in temporary.rglob("*") if path.is_dir()]:
         sync_folder(folder)
     write_atomically(temporary / MANIFEST, json.dumps({"files": entries}, indent=1) + "\n")
-    if final.exists():  # the same iteration saved before: replaced by this one
-        shutil.rmtree(final)
+    replaced = final.with_name(f".{final.name}.replaced")
+    if final.exists():  # the same iteration was saved before
+        final.rename(replaced)
     temporary.rename(final)
     sync_folder(final.parent)
-    write_atomically(final.parent / TRACKER, final.name.removeprefix("iter_").lstrip("0") or "0")
+    write_atomically(final.parent / TRACKER, str(int(final.name.removeprefix("iter_"))))
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def file_hash(path: Path) -> str:
@@ -114,5 +123,5 @@ def readable(folder: Path) -> Iterator[None]:
     """Turn what goes wrong while a checkpoint's files are read into a CheckpointError that names it."""
     try:
         yield
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"checkpoint {folder} cannot be read: {type(error).__name__}: {error}") from error

@@ -20,6 +20,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError, safe_open
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import (
@@ -59,7 +60,7 @@ def save_pieces(folder: Path, pieces: Mapping[str, Piece], *, rank: int, group: 
 
     Pieces that several ranks hold alike are written by one of them.
     """
-    with quiet_when_alone():
+    with quiet_when_alone(), plain_errors():
         dcp.save(
             {},
             storage_writer=SafetensorsWriter(folder, rank),
@@ -81,7 +82,7 @@ def load_pieces(folder: Path, pieces: Mapping[str, Piece], *, group: ProcessGrou
             raise CheckpointError(f"{folder} holds no tensor {name}")
         if (shape := global_shape(stored[name])) != piece.global_shape:
             raise CheckpointError(f"{folder}: {name} is {list(shape)} there and {list(piece.global_shape)} in this run")
-    with quiet_when_alone():
+    with quiet_when_alone(), plain_errors():
         dcp.load(
             {},
             storage_reader=HuggingFaceStorageReader(str(folder)),
@@ -97,6 +98,16 @@ def quiet_when_alone() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         yield
+
+
+@contextmanager
+def plain_errors() -> Iterator[None]:
+    """What torch raises on every rank when one has failed carries tracebacks; an OSError that names the rank comes out."""
+    try:
+        yield
+    except CheckpointException as error:
+        rank, (cause, _) = next(iter(error.failures.items()))
+        raise OSError(f"rank {rank}: {cause}") from error
 
 
 class PieceSavePlanner(DefaultSavePlanner):
