@@ -131,9 +131,8 @@ class Trainer:
         return False
 
     def step_and_report(self, batches: Iterator[Batch]) -> None:
-        """One training step, and its line."""
+        """One training step, and its line: rate and loss scale are those after the step, as Megatron's."""
         config, progress = self.config, self.progress
-        scale = self.scaler.scale
         result = self.train_step(batches)
         samples = config.training.global_batch_size
         progress.iteration += 1
@@ -151,7 +150,7 @@ class Trainer:
                 "lm_loss": result.loss,
                 "learning_rate": self.schedule.learning_rate(progress.scheduled_samples),
                 "grad_norm": result.grad_norm,
-                "loss_scale": scale,
+                "loss_scale": self.scaler.scale,
                 "skipped": int(result.is_skipped),
                 "nan": int(is_nan),
                 **self.optional_norms(),

@@ -120,8 +120,8 @@ def save_checkpoint(
         write_checkpoint(temporary, final, config, progress, optimizer, scaler, data, tokenizer, mesh)
     except OSError as error:
         raise CheckpointError(
-            f"{final} could not be saved: {error}. Earlier checkpoints are as they were; free space or mend the folder, "
-            "then resume with --load"
+            f"{final} could not be saved: {error}. Earlier checkpoints are as they were; free space or mend the "
+            "folder, then resume with --load"
         ) from error
     return final
 

@@ -102,7 +102,7 @@ def quiet_when_alone() -> Iterator[None]:
 
 @contextmanager
 def plain_errors() -> Iterator[None]:
-    """What torch raises on every rank when one has failed carries tracebacks; an OSError that names the rank comes out."""
+    """What torch raises on every rank when one failed carries tracebacks; an OSError that names the rank comes out."""
     try:
         yield
     except CheckpointException as error:
