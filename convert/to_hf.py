@@ -39,6 +39,7 @@ def convert_to_hf(load: Path, output: Path, *, dtype: str | None = None, verify:
             f"--output ({output}) must not exist yet, or be empty. Give another folder, or remove it first"
         )
     source = require_checkpoint(load)
+    output = output.resolve()
     output.parent.mkdir(parents=True, exist_ok=True)
     temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
     try:

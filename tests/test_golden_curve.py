@@ -15,7 +15,7 @@ from tests.runs import tiny_flags
 from trimegatron import train
 from trimegatron.config import parse_train_args
 from trimegatron.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
-from trimegatron.mesh import close_mesh, init_mesh, select_device
+from trimegatron.mesh import close_mesh, init_mesh, launched_world_size, select_device
 from trimegatron.optim.adamw import FlatAdamW
 from trimegatron.tokenizer import build_tokenizer
 from trimegatron.trainer import Datasets
@@ -81,7 +81,7 @@ def replay(prefix: Path, tensor_parallel_size: int, changes: dict) -> dict[str, 
         | changes,
     )
     device = select_device("cpu")
-    config = parse_train_args(flags, world_size=train.world_size())
+    config = parse_train_args(flags, world_size=launched_world_size())
     tokenizer = build_tokenizer("NullTokenizer", vocab_size=config.model.vocab_size)
     config = train.with_vocab_size(config, tokenizer)
     mesh = init_mesh(device, tensor_parallel_size=tensor_parallel_size)

@@ -35,9 +35,9 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     try:
         return import_module(COMMANDS[name][0]).main(rest)
-    except UserError as error:
+    except (UserError, OSError) as error:
         print(f"trimegatron {name}: error: {error}", file=sys.stderr)
-        return error.exit_code
+        return error.exit_code if isinstance(error, UserError) else 1
     except KeyboardInterrupt:
         print(f"trimegatron {name}: interrupted", file=sys.stderr)
         return 130

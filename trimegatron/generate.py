@@ -79,6 +79,7 @@ def saved_config(folder: Path) -> Config:
     saved = CheckpointState.read(folder).config
     with readable(folder):
         saved["parallel"] |= {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "world_size": 1}
+        saved["model"]["kernels"] = "auto"  # of the machine it was trained on, not of the model
         return Config.from_dict(saved)
 
 
@@ -109,4 +110,5 @@ def pick(logits: torch.Tensor, config: GenerateConfig, random: torch.Generator) 
     if config.top_k > 0:
         threshold = logits.topk(min(config.top_k, logits.numel())).values[-1]
         logits = logits.masked_fill(logits < threshold, float("-inf"))
-    return int(torch.multinomial((logits / config.temperature).softmax(dim=-1), 1, generator=random))
+    scaled = (logits.double() - logits.max()) / config.temperature  # at most 0, so that no temperature overflows it
+    return int(torch.multinomial(scaled.softmax(dim=-1), 1, generator=random))

@@ -66,8 +66,10 @@ def launch(num_processes: int, flags: list[str]) -> int:
     try:
         elastic_launch(launcher, sys.executable)("-m", "trimegatron.train", *flags)
     except ChildFailedError as error:
-        exitcode = error.get_first_failure()[1].exitcode
-        return exitcode if exitcode > 0 else 128 - exitcode  # a worker that a signal ended has minus its number
+        codes = [failure.exitcode for failure in error.failures.values()]
+        # A worker that knows what is wrong has a code of its own; one that a signal ended has minus its number.
+        code = next((code for code in codes if code > 1), error.get_first_failure()[1].exitcode)
+        return code if code > 0 else 128 - code
     except SignalException as error:
         print(f"trimegatron train: stopped by signal {error.sigval.name}", file=sys.stderr)
         return 128 + error.sigval

@@ -7,9 +7,10 @@ ranks, tp=2 and pp=4, rank 5 is tensor 1, data 0, pipeline 1.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,9 @@ from trimegatron.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+
+FAILURE = "trimegatron/exit code of a failed rank"
 
 
 @dataclass(frozen=True)
@@ -48,14 +52,58 @@ class Mesh:
         """The one rank that prints and writes what is written once."""
         return self.world.rank == 0
 
-    def is_first_to(self, deed: str) -> bool:
-        """True for the first rank that asks, False for all after it: what every rank may find, one of them says."""
-        return self.store is None or self.store.add(f"trimegatron/{deed}", 1) == 1
+    def decide(self, question: str, answer: Callable[[], str]) -> str:
+        """What the first rank answers, on every rank, so that nodes that see different disks do not part."""
+        if self.store is None:
+            return answer()
+        key = f"trimegatron/decision/{question}"
+        if self.is_first_rank:
+            self.store.set(key, answer())
+        return self.store.get(key).decode()
+
+    def gather(self, value: Any) -> list[Any]:
+        """Each rank's ``value``, on every rank."""
+        if self.world.group is None:
+            return [value]
+        values: list[Any] = [None] * self.world.size
+        dist.all_gather_object(values, value, group=self.world.group)
+        return values
+
+    def report_failure(self, exit_code: int) -> bool:
+        """Leave word that this rank fails; True for the first one, which is to say why."""
+        if self.store is None:
+            return True
+        self.store.set(FAILURE, str(exit_code))
+        return self.store.add("trimegatron/failures", 1) == 1
+
+    def failure_elsewhere(self) -> int | None:
+        """The exit code of a rank that failed before this one's collective broke, or None."""
+        try:
+            return int(self.store.get(FAILURE)) if self.store is not None and self.store.check([FAILURE]) else None
+        except RuntimeError:  # the store went with its host
+            return None
 
     def barrier(self) -> None:
         """Wait for all ranks."""
         if self.world.group is not None:
             dist.barrier(group=self.world.group)
+
+
+def launched_world_size() -> int:
+    """Processes of the run, from the launcher's environment; 1 without a launcher.
+
+    Raises:
+        ConfigError: the environment is half a launcher's.
+    """
+    text = os.environ.get("WORLD_SIZE", "1")
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(f"WORLD_SIZE ({text}) in the environment must be a number from 1 on; torchrun sets it")
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if int(text) > 1 and missing:
+        raise ConfigError(
+            f"WORLD_SIZE is {text} but {', '.join(missing)} is not set. Start the processes with torchrun"
+        )
+    return int(text)
 
 
 def select_device(name: str) -> torch.device:
@@ -95,9 +143,10 @@ def init_mesh(
     A single process needs no environment and makes no process group. ``backend`` None means gloo on a CPU; on CUDA,
     NCCL for device tensors beside gloo for host tensors.
     """
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if world_size == 1:
+    if launched_world_size() == 1:
         return Mesh(device)
+    if backend == "nccl" and device.type == "cpu":
+        raise ConfigError("--distributed-backend (nccl) needs --device cuda; this run is on the CPU. Leave it out")
     if backend is None:
         backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     store, rank, world_size = next(dist.rendezvous("env://"))

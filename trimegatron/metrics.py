@@ -9,12 +9,14 @@ import math
 import resource
 import sys
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from trimegatron.config import Config
+from trimegatron.errors import ConfigError
 from trimegatron.files import write_atomically
 from trimegatron.mesh import Mesh
 from trimegatron.model.spec import GPTSpec
@@ -56,10 +58,28 @@ def peak_memory_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
+@dataclass
+class Interval:
+    """The steps since the last log line; a checkpoint carries it, so that a resumed run writes the same lines."""
+
+    steps: int = 0
+    losses: list[float] = field(default_factory=list)
+    """Of the steps that were not skipped."""
+    skipped: int = 0
+    nans: int = 0
+
+
 class MetricsWriter:
     """Sums up steps between log lines, and writes."""
 
-    def __init__(self, config: Config, spec: GPTSpec, mesh: Mesh):
+    def __init__(
+        self, config: Config, spec: GPTSpec, mesh: Mesh, *, iteration: int = 0, interval: Interval | None = None
+    ):
+        """``iteration`` is where the run goes on: what an interrupted one wrote beyond it is dropped.
+
+        Raises:
+            ConfigError: the metrics file is not one.
+        """
         self.config = config
         self.mesh = mesh
         self.seq_length = config.data.seq_length
@@ -67,31 +87,22 @@ class MetricsWriter:
         self.peak_flops = peak_flops(mesh.device)
         self.path = metrics_path(config) if mesh.is_first_rank else None
         self.board: Any = None
+        self.interval = interval or Interval()
+        self.start_clock()
+        if self.path is not None and self.path.exists():
+            drop_lines_beyond(self.path, iteration)
         if mesh.is_first_rank and config.logging.tensorboard_dir:
             from torch.utils.tensorboard import SummaryWriter
 
-            self.board = SummaryWriter(config.logging.tensorboard_dir, max_queue=config.logging.tensorboard_queue_size)
-        self.start_interval()
-
-    def start_interval(self) -> None:
-        """Forget the steps so far and start the clock: at the beginning, and after each line."""
-        self.losses: list[float] = []
-        self.steps = self.samples = self.skipped = self.nans = 0
-        self.since = time.perf_counter()
-
-    def resume_at(self, iteration: int) -> None:
-        """Drop what an interrupted run wrote beyond the iteration this one goes on from: each iteration appears
-        once.
-        """
-        if self.path is None or not self.path.exists():
-            return
-        lines = self.path.read_text().splitlines()
-        kept = [line for line in lines if _iteration_of(line) <= iteration]
-        if len(kept) < len(lines):
-            print(
-                f"{self.path}: {len(lines) - len(kept)} lines beyond iteration {iteration} are dropped; they come again"
+            logging = config.logging
+            self.board = SummaryWriter(
+                logging.tensorboard_dir, max_queue=logging.tensorboard_queue_size, purge_step=iteration + 1
             )
-            write_atomically(self.path, "".join(line + "\n" for line in kept))
+
+    def start_clock(self) -> None:
+        """Steps are timed from here: at the beginning, and after each line."""
+        self.since = time.perf_counter()
+        self.timed_steps = 0
 
     def pause(self) -> PausedClock:
         """Time spent inside (evaluation, saving) is not counted as step time."""
@@ -103,29 +114,30 @@ class MetricsWriter:
         ``values``: iteration, consumed_samples, lm_loss, learning_rate, grad_norm (None where skipped), loss_scale,
         skipped, nan, and what else there is to tell.
         """
-        self.steps += 1
-        self.samples += num_samples
-        self.skipped += values["skipped"]
-        self.nans += values["nan"]
+        interval = self.interval
+        self.timed_steps += 1
+        interval.steps += 1
+        interval.skipped += values["skipped"]
+        interval.nans += values["nan"]
         if not values["skipped"]:
-            self.losses.append(values["lm_loss"])
+            interval.losses.append(values["lm_loss"])
         iteration = values["iteration"]
         if self.board is not None and iteration % self.config.logging.tensorboard_log_interval == 0:
             self._write_board(values)
         training = self.config.training
         if iteration % self.config.logging.log_interval != 0 and iteration != training.train_iters:
             return
-        seconds = (time.perf_counter() - self.since) / self.steps
-        tokens_per_second = self.samples / self.steps * self.seq_length / seconds
+        seconds = (time.perf_counter() - self.since) / self.timed_steps
         values = values | {
-            "lm_loss": sum(self.losses) / len(self.losses) if self.losses else None,
-            "skipped": self.skipped,
-            "nan": self.nans,
-            "tokens_per_second": tokens_per_second,
+            "lm_loss": sum(interval.losses) / len(interval.losses) if interval.losses else None,
+            "skipped": interval.skipped,
+            "nan": interval.nans,
+            "tokens_per_second": num_samples * self.seq_length / seconds,
             "iteration_ms": seconds * 1000.0,
             "peak_memory_bytes": peak_memory_bytes(self.mesh.device),
         }
-        self.start_interval()
+        self.interval = Interval()
+        self.start_clock()
         if self.mesh.is_first_rank:
             print(self._line(values, seconds), flush=True)
             self._append(values)
@@ -219,12 +231,27 @@ def metrics_path(config: Config) -> Path | None:
     return Path(config.checkpoint.save) / "metrics.jsonl" if config.checkpoint.save else None
 
 
-def _iteration_of(line: str) -> float:
-    """A line cut short by a kill belongs to no iteration: it is dropped."""
-    try:
-        return json.loads(line)["iteration"]
-    except (ValueError, KeyError, TypeError):
-        return math.inf
+def drop_lines_beyond(path: Path, iteration: int) -> None:
+    """Keep what was written up to ``iteration``, so that each iteration appears once; nothing for a run from the start.
+
+    Raises:
+        ConfigError: a line is not one of a metrics file. (The last may be cut short, by a kill.)
+    """
+    lines = path.read_text(errors="replace").splitlines()
+    kept = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            if json.loads(line)["iteration"] <= iteration and iteration > 0:
+                kept.append(line)
+        except (ValueError, KeyError, TypeError):
+            if number < len(lines) or number == 1:
+                raise ConfigError(
+                    f"--metrics-file ({path}) holds a line that is none of a metrics file: line {number}, "
+                    f"{line[:60]!r}. Give another path"
+                ) from None
+    if len(kept) < len(lines):
+        print(f"{path}: {len(lines) - len(kept)} lines beyond iteration {iteration} are dropped", flush=True)
+        write_atomically(path, "".join(line + "\n" for line in kept))
 
 
 def format_duration(seconds: float) -> str:

@@ -8,20 +8,21 @@ import dataclasses
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from trimegatron.checkpoint.checkpoint import CheckpointState, Progress, load_checkpoint
-from trimegatron.checkpoint.directory import checkpoint_folder, find_checkpoint, problem_with, require_checkpoint
+from trimegatron.checkpoint.directory import checkpoint_folder, checkpoints, problem_with, require_checkpoint
 from trimegatron.config import Config, read_train_args
 from trimegatron.config.schedule import Schedule
 from trimegatron.data.gpt_dataset import build_gpt_datasets
 from trimegatron.data_parallel.buffer import ParameterBuffer
 from trimegatron.errors import CheckpointError, ConfigError, DataError, UserError
-from trimegatron.mesh import Mesh, close_mesh, init_mesh, select_device
-from trimegatron.metrics import MetricsWriter, metrics_path
+from trimegatron.mesh import Mesh, close_mesh, init_mesh, launched_world_size, select_device
+from trimegatron.metrics import Interval, MetricsWriter, metrics_path
 from trimegatron.model.build import build_model, model_spec
 from trimegatron.optim.adamw import FlatAdamW
 from trimegatron.optim.scaler import DynamicLossScaler, LossScaler
@@ -37,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
     """Train; returns the exit code (docs/interface.md). Of several ranks with the same error one speaks."""
     mesh: Mesh | None = None
     try:
-        command = read_train_args(sys.argv[1:] if argv is None else argv, world_size=world_size())
+        command = read_train_args(sys.argv[1:] if argv is None else argv, world_size=launched_world_size())
         if command.explain:
             if is_first_of_node():
                 print(command.text(), end="")
@@ -51,6 +52,7 @@ def main(argv: list[str] | None = None) -> int:
             vocab_size=config.model.vocab_size,
         )
         config = with_vocab_size(config, tokenizer)
+        check_outputs(config)
         device = select_device(config.training.device)
         check_kernels(config, device)
         set_threads(device)
@@ -61,16 +63,21 @@ def main(argv: list[str] | None = None) -> int:
             backend=config.parallel.distributed_backend,
             timeout_minutes=config.parallel.distributed_timeout_minutes,
         )
-        say = print if mesh.is_first_rank else _silent
+        say: Say = partial(print, flush=True) if mesh.is_first_rank else _silent
         for note in command.notes:
             say(f"note: {note}")
         run(config, mesh, tokenizer, say)
-    except UserError as error:
-        # Until the mesh is there every rank meets the same error, unless nodes differ: then the first of a node speaks.
-        speaks = mesh.is_first_to("speak of an error") if mesh is not None else is_first_of_node()
-        if speaks:
+    except (UserError, OSError) as error:
+        exit_code = error.exit_code if isinstance(error, UserError) else 1
+        # Until the mesh is there every rank meets the same error, unless nodes differ: the first of each node speaks.
+        if mesh.report_failure(exit_code) if mesh is not None else is_first_of_node():
             print(f"trimegatron train: error: {error}", file=sys.stderr, flush=True)
-        return error.exit_code
+        return exit_code
+    except RuntimeError:  # also a collective that broke because another rank failed, which has said why
+        exit_code_elsewhere = mesh.failure_elsewhere() if mesh is not None else None
+        if exit_code_elsewhere is None:
+            raise
+        return exit_code_elsewhere
     finally:
         close_mesh()
     return 0
@@ -78,7 +85,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(config: Config, mesh: Mesh, tokenizer: Tokenizer, say: Say) -> None:
     """Build everything the configuration asks for, and train."""
-    checkpoint = find_load(config, say)
+    found = mesh.decide("which checkpoint to load", lambda: str(find_load(config, say) or ""))
+    checkpoint = Path(found) if found else None
     trainer = build_trainer(config, mesh, tokenizer, checkpoint, say)
     try:
         trainer.train()
@@ -104,7 +112,7 @@ def build_trainer(config: Config, mesh: Mesh, tokenizer: Tokenizer, checkpoint: 
     )
     scaler = build_scaler(config)
     progress = Progress()
-    metrics = MetricsWriter(config, model_spec(config, tensor=mesh.tensor, device=mesh.device), mesh)
+    interval = Interval()
     schedule = config.schedule
     if checkpoint is not None:
         with_optimizer = not (config.checkpoint.finetune or config.checkpoint.no_load_optim)
@@ -112,14 +120,15 @@ def build_trainer(config: Config, mesh: Mesh, tokenizer: Tokenizer, checkpoint: 
             checkpoint, config=config, optimizer=optimizer, mesh=mesh, with_optimizer=with_optimizer
         )
         if not config.checkpoint.finetune:
-            progress = state.progress
+            progress, interval = state.progress, Interval(**state.interval)
         if with_optimizer:
             scaler.load(state.scaler)
             schedule = resume_schedule(config, state)
         say(f"loaded {checkpoint}; going on at iteration {progress.iteration}")
-    metrics.resume_at(progress.iteration)
+    spec = model_spec(config, tensor=mesh.tensor, device=mesh.device)
+    metrics = MetricsWriter(config, spec, mesh, iteration=progress.iteration, interval=interval)
     say(describe(config, mesh, buffer))
-    return Trainer(
+    trainer = Trainer(
         config,
         mesh=mesh,
         model=model,
@@ -132,6 +141,9 @@ def build_trainer(config: Config, mesh: Mesh, tokenizer: Tokenizer, checkpoint: 
         progress=progress,
         data_description=data_description,
     )
+    if checkpoint is not None and progress.iteration > 0 and is_save_folder(config, checkpoint.parent):
+        trainer.saved_at = progress.iteration
+    return trainer
 
 
 def build_datasets(config: Config, say: Say) -> tuple[Datasets, dict[str, Any]]:
@@ -168,6 +180,11 @@ def with_vocab_size(config: Config, tokenizer: Tokenizer) -> Config:
     Where the padding is not masked, every padded row is a word like the others, as in Megatron.
     """
     model, vocab_size = config.model, tokenizer.vocab_size
+    if tokenizer.type != "NullTokenizer" and model.vocab_size not in (None, vocab_size):
+        raise ConfigError(
+            f"--vocab-size ({model.vocab_size}) must be that of the tokenizer, {vocab_size}. Leave it out: it is for "
+            "NullTokenizer"
+        )
     if not model.mask_padded_vocab:
         tensor_parallel_size = config.parallel.tensor_model_parallel_size
         vocab_size = padded_vocab_size(vocab_size, model.make_vocab_size_divisible_by, tensor_parallel_size)
@@ -183,17 +200,48 @@ def find_load(config: Config, say: Say) -> Path | None:
     if config.checkpoint.load is None:
         return None
     root = Path(config.checkpoint.load)
+    is_save = is_save_folder(config, root)
     if config.checkpoint.ckpt_step is not None:
         folder = checkpoint_folder(root, config.checkpoint.ckpt_step)
         problem = problem_with(folder)
         if problem is not None:
             raise CheckpointError(f"--ckpt-step ({config.checkpoint.ckpt_step}): {folder} cannot be used: {problem}")
         return folder
-    is_save = config.checkpoint.save is not None and root.resolve() == Path(config.checkpoint.save).resolve()
-    if is_save and (found := find_checkpoint(root, log=say)) is None:
+    if is_save and not checkpoints(root):
         say(f"--load {root} holds no checkpoint yet and is also --save: starting from scratch")
         return None
-    return found if is_save else require_checkpoint(root, log=say)
+    return require_checkpoint(root, log=say)
+
+
+def is_save_folder(config: Config, folder: Path) -> bool:
+    return config.checkpoint.save is not None and folder.resolve() == Path(config.checkpoint.save).resolve()
+
+
+def check_outputs(config: Config) -> None:
+    """What would fail at the first save, perhaps after hours, or mix two runs, fails before anything starts.
+
+    Raises:
+        ConfigError: an output cannot be written, or ``--save`` holds checkpoints that this run does not go on from.
+    """
+    save, load = config.checkpoint.save, config.checkpoint.load
+    outputs = {"--save": save, "--tensorboard-dir": config.logging.tensorboard_dir}
+    if config.logging.metrics_file:
+        outputs["--metrics-file"] = str(Path(config.logging.metrics_file).parent)
+    for flag, output in outputs.items():
+        if output is None:
+            continue
+        existing = Path(output).absolute()
+        while not existing.exists():
+            existing = existing.parent
+        if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+            raise ConfigError(
+                f"{flag} ({output}) must be a folder that can be written; {existing} is not. Give another"
+            )
+    if save is not None and checkpoints(Path(save)) and not (load and is_save_folder(config, Path(load))):
+        raise ConfigError(
+            f"--save ({save}) holds checkpoints of a run that this one would not go on from. Add --load {save}, or "
+            "give another folder"
+        )
 
 
 def build_scaler(config: Config) -> LossScaler:
@@ -272,10 +320,6 @@ def set_threads(device: torch.device) -> None:
     """On a CPU the ranks of a node share its cores; OMP_NUM_THREADS, which torchrun sets, has the last word."""
     if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
-
-
-def world_size() -> int:
-    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def is_first_of_node() -> bool:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Generator, Iterator
+from contextlib import closing
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from trimegatron.config.schedule import Schedule
 from trimegatron.data.gpt_dataset import GPTDataset
 from trimegatron.data.loader import Batch, build_loader
 from trimegatron.data_parallel.buffer import ParameterBuffer
-from trimegatron.errors import DivergedError
+from trimegatron.errors import DataError, DivergedError
 from trimegatron.mesh import Mesh
 from trimegatron.metrics import MetricsWriter
 from trimegatron.optim.adamw import FlatAdamW
@@ -90,29 +91,37 @@ class Trainer:
         """Train to ``train_iters``, or until an exit condition; evaluate and save on the way and at the end."""
         config, progress = self.config, self.progress
         training, save = config.training, config.checkpoint.save
-        if progress.iteration >= training.train_iters:
+        if self.is_finished():
             self.say(f"nothing is left to train: iteration {progress.iteration} of {training.train_iters} is reached")
-            if save and save != config.checkpoint.load:
+            if save and self.saved_at != progress.iteration:
                 self.save()
             return
         if training.eval_at_start and progress.iteration == 0:
             self.evaluate("valid", self.datasets.valid, window=0)
         self.model.train()
-        batches = self.loader(self.datasets.train, progress.consumed_samples)
-        self.metrics.start_interval()
-        while progress.iteration < training.train_iters:
-            self.step_and_report(batches)
-            if training.eval_iters > 0 and progress.iteration % training.eval_interval == 0:
-                self.evaluate("valid", self.datasets.valid, window=progress.iteration // training.eval_interval - 1)
-            if save and progress.iteration % (config.checkpoint.save_interval or training.train_iters) == 0:
-                self.save()
-            if self.should_exit():
-                break
+        with closing(self.loader(self.datasets.train, progress.consumed_samples)) as batches:
+            self.metrics.start_clock()
+            while not self.is_finished():
+                self.step_and_report(batches)
+                if training.eval_iters > 0 and progress.iteration % training.eval_interval == 0:
+                    self.evaluate("valid", self.datasets.valid, window=progress.iteration // training.eval_interval - 1)
+                if save and progress.iteration % (config.checkpoint.save_interval or training.train_iters) == 0:
+                    self.save()
+                if self.should_exit():
+                    break
         if save and self.saved_at != progress.iteration:
             self.save()
-        if progress.iteration >= training.train_iters and training.eval_iters > 0:
-            self.evaluate("valid", self.datasets.valid, window=training.train_iters // training.eval_interval)
+        if self.is_finished() and training.eval_iters > 0:
+            if progress.iteration % training.eval_interval != 0:  # else it was just evaluated
+                self.evaluate("valid", self.datasets.valid, window=progress.iteration // training.eval_interval)
             self.evaluate("test", self.datasets.test, window=0)
+
+    def is_finished(self) -> bool:
+        """Whether the run's iterations are done, or its samples where it is one by samples."""
+        training, progress = self.config.training, self.progress
+        if training.train_samples is not None:
+            return progress.consumed_samples + training.global_batch_size > training.train_samples
+        return progress.iteration >= training.train_iters
 
     def should_exit(self) -> bool:
         """Whether ``--exit-interval`` or ``--exit-duration-in-mins`` ends the run here: one answer for all ranks."""
@@ -220,12 +229,13 @@ class Trainer:
         eval_iters = config.training.eval_iters
         with self.metrics.pause():
             self.model.eval()
-            batches = self.loader(dataset, window * eval_iters * config.training.global_batch_size)
+            first_sample = window * eval_iters * config.training.global_batch_size
             totals = torch.zeros(3, device=self.mesh.device, dtype=torch.float64)
-            for _ in range(eval_iters):
-                micro_batches = list(self.take(batches))
-                loss_sum, num_tokens = run_micro_batches(self.model, micro_batches, backward_scale=None)
-                totals += torch.stack([loss_sum, num_tokens, self.count_bytes(micro_batches)])
+            with closing(self.loader(dataset, first_sample)) as batches:
+                for _ in range(eval_iters):
+                    micro_batches = list(self.take(batches))
+                    loss_sum, num_tokens = run_micro_batches(self.model, micro_batches, backward_scale=None)
+                    totals += torch.stack([loss_sum, num_tokens, self.count_bytes(micro_batches)])
             self.model.train()
             loss, tokens, text_bytes = (float(total) for total in self.sum_over_data_parallel(*totals))
             bits_per_byte = loss / math.log(2.0) / text_bytes if text_bytes > 0 else None
@@ -250,13 +260,14 @@ class Trainer:
                 optimizer=self.optimizer,
                 scaler=self.scaler.state(),
                 data=self.data_description,
+                interval=asdict(self.metrics.interval),
                 tokenizer=self.tokenizer,
                 mesh=self.mesh,
             )
             self.saved_at = self.progress.iteration
             self.say(f"saved {folder} in {time.perf_counter() - started:.1f} s")
 
-    def loader(self, dataset: GPTDataset | None, consumed_samples: int) -> Iterator[Batch]:
+    def loader(self, dataset: GPTDataset | None, consumed_samples: int) -> Generator[Batch]:
         """Micro-batches of this rank, from ``consumed_samples`` on."""
         assert dataset is not None
         config = self.config
@@ -273,9 +284,21 @@ class Trainer:
         )
 
     def take(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """The micro-batches of one global batch, on the device."""
+        """The micro-batches of one global batch, on the device.
+
+        Raises:
+            DataError: an id is none of the vocabulary: looked up, it would be another rank's row or nobody's.
+        """
+        vocab_size = self.config.model.vocab_size
         for _ in range(self.config.num_micro_batches):
-            yield Batch(*(tensor.to(self.mesh.device, non_blocking=True) for tensor in next(batches)))
+            batch = next(batches)
+            largest = int(max(batch.tokens.max(), batch.labels.max()))
+            if vocab_size is not None and largest >= vocab_size:
+                raise DataError(
+                    f"{' '.join(self.config.data.data_path)} holds the token id {largest}, but the vocabulary has "
+                    f"{vocab_size} words. Was it preprocessed with another tokenizer?"
+                )
+            yield Batch(*(tensor.to(self.mesh.device, non_blocking=True) for tensor in batch))
 
     def sum_over_data_parallel(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Sums of scalars over the data-parallel ranks, in one all-reduce."""

@@ -20,6 +20,8 @@ from trimegatron.checkpoint.directory import (
     STATE,
     TOKENIZER,
     checkpoint_folder,
+    damage_in,
+    flush_files,
     prepare,
     publish,
     readable,
@@ -69,6 +71,8 @@ class CheckpointState:
     scaler: dict[str, float]
     config: dict[str, Any]
     data: dict[str, Any]
+    interval: dict[str, Any]
+    """What the log line in progress has summed up so far."""
     versions: dict[str, str]
 
     @classmethod
@@ -107,6 +111,7 @@ def save_checkpoint(
     optimizer: FlatAdamW,
     scaler: dict[str, float],
     data: dict[str, Any],
+    interval: dict[str, Any],
     tokenizer: Tokenizer,
     mesh: Mesh,
 ) -> Path:
@@ -117,7 +122,7 @@ def save_checkpoint(
     """
     temporary, final = temporary_folder(root, progress.iteration), checkpoint_folder(root, progress.iteration)
     try:
-        write_checkpoint(temporary, final, config, progress, optimizer, scaler, data, tokenizer, mesh)
+        write_checkpoint(temporary, final, config, progress, optimizer, scaler, data, interval, tokenizer, mesh)
     except OSError as error:
         raise CheckpointError(
             f"{final} could not be saved: {error}. Earlier checkpoints are as they were; free space or mend the "
@@ -134,6 +139,7 @@ def write_checkpoint(
     optimizer: FlatAdamW,
     scaler: dict[str, float],
     data: dict[str, Any],
+    interval: dict[str, Any],
     tokenizer: Tokenizer,
     mesh: Mesh,
 ) -> None:
@@ -144,17 +150,20 @@ def write_checkpoint(
     pieces = model_pieces(optimizer.buffer, optimizer.buffer.params, "model")
     if not config.checkpoint.no_save_optim:
         pieces |= optimizer_pieces(optimizer)
-    save_pieces(temporary, pieces, rank=mesh.world.rank, group=mesh.world.group)
+    shard = save_pieces(temporary, pieces, rank=mesh.world.rank, group=mesh.world.group)
+    # Each rank reads its own file once more for the hash, so that none waits long for another.
+    entries = mesh.gather(flush_files(temporary, [shard] if shard.exists() else []))
     if mesh.is_first_rank:
         versions = {
             "trimegatron": trimegatron.__version__,
             "torch": torch.__version__,
             "python": platform.python_version(),
         }
-        state = CheckpointState(progress, optimizer.step_count, scaler, config.to_dict(), data, versions)
+        state = CheckpointState(progress, optimizer.step_count, scaler, config.to_dict(), data, interval, versions)
         state.write(temporary)
         tokenizer.save(temporary / TOKENIZER)
-        publish(temporary, final)
+        rest = [path for path in temporary.rglob("*") if path.is_file() and path.suffix != ".safetensors"]
+        publish(temporary, final, {k: v for part in (*entries, flush_files(temporary, rest)) for k, v in part.items()})
     mesh.barrier()
 
 
@@ -168,6 +177,10 @@ def load_checkpoint(
     """
     state = CheckpointState.read(folder)
     check_architecture(folder, state.config, config)
+    with readable(folder):
+        damages = mesh.gather(damage_in(folder, share=mesh.world.rank, shares=mesh.world.size))
+    for damage in filter(None, damages):
+        raise CheckpointError(f"{damage}. Go on from an earlier one with --ckpt-step")
     buffer = optimizer.buffer
     stored = stored_pieces(folder)
     has_moments = any(name.startswith("optimizer.exp_avg.") for name in stored)

@@ -12,9 +12,10 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from trimegatron.errors import CheckpointError
 from trimegatron.files import sync_file, sync_folder, write_atomically
@@ -22,6 +23,7 @@ from trimegatron.files import sync_file, sync_folder, write_atomically
 TRACKER = "latest_checkpointed_iteration.txt"
 MANIFEST = "manifest.json"
 STATE = "state.json"
+FOLDER_NAME = re.compile(r"\.?iter_(\d{7,})(?:\.replaced)?")
 TOKENIZER = "tokenizer"
 
 
@@ -34,32 +36,39 @@ def temporary_folder(root: Path, iteration: int) -> Path:
     return root / f".iter_{iteration:07d}.tmp"
 
 
+def replaced_folder(folder: Path) -> Path:
+    """Where a complete checkpoint waits while another of the same iteration takes its name."""
+    return folder.with_name(f".{folder.name}.replaced")
+
+
 def prepare(root: Path, iteration: int) -> None:
     """An empty temporary folder; what killed runs left half-written goes."""
-    for leftover in root.glob(".iter_*"):
+    for leftover in root.glob(".iter_*.tmp"):
         shutil.rmtree(leftover)
     temporary_folder(root, iteration).mkdir(parents=True)
 
 
-def publish(temporary: Path, final: Path) -> None:
-    """Make a written folder a complete checkpoint: manifest, flush, rename, tracker. One rank calls it, after all
-    have written.
-    """
-    files = sorted(path for path in temporary.rglob("*") if path.is_file())
-    entries = {
-        str(path.relative_to(temporary)): {"bytes": path.stat().st_size, "sha256": file_hash(path)} for path in files
-    }
-    for path in files:
+def flush_files(folder: Path, paths: Iterable[Path]) -> dict[str, dict[str, Any]]:
+    """Flush written files to the disk; the manifest's entries for them: size and SHA-256 by name."""
+    entries = {}
+    for path in sorted(paths):
         sync_file(path)
+        entries[str(path.relative_to(folder))] = {"bytes": path.stat().st_size, "sha256": file_hash(path)}
+    return entries
+
+
+def publish(temporary: Path, final: Path, entries: dict[str, dict[str, Any]]) -> None:
+    """Make a written and flushed folder a complete checkpoint: manifest, rename, tracker. One rank calls it."""
     for folder in [path for path in temporary.rglob("*") if path.is_dir()]:
         sync_folder(folder)
     write_atomically(temporary / MANIFEST, json.dumps({"files": entries}, indent=1) + "\n")
-    replaced = final.with_name(f".{final.name}.replaced")
-    if final.exists():  # the same iteration was saved before
+    replaced = replaced_folder(final)
+    if final.exists():  # the same iteration was saved before; find_checkpoint knows it under either name
+        shutil.rmtree(replaced, ignore_errors=True)
         final.rename(replaced)
     temporary.rename(final)
     sync_folder(final.parent)
-    write_atomically(final.parent / TRACKER, str(int(final.name.removeprefix("iter_"))))
+    write_atomically(final.parent / TRACKER, str(iteration_of(final)))
     shutil.rmtree(replaced, ignore_errors=True)
 
 
@@ -86,20 +95,58 @@ def problem_with(folder: Path) -> str | None:
     return None
 
 
+def damage_in(folder: Path, *, share: int = 0, shares: int = 1) -> str | None:
+    """Which file is not what was saved, by the manifest's SHA-256, or None; of several ranks each looks at its share."""
+    files = sorted(json.loads((folder / MANIFEST).read_text())["files"].items())
+    for name, entry in files[share::shares]:
+        if file_hash(folder / name) != entry["sha256"]:
+            return f"{folder / name} is damaged: its SHA-256 is not the manifest's"
+    return None
+
+
 def find_checkpoint(root: Path, *, log=print) -> Path | None:
     """The newest complete checkpoint under ``root``, or None; says which ones were passed over, and why.
 
-    ``root`` may also be the folder of one checkpoint.
+    The newest is the one that the tracker names; where that cannot be used, the complete one of the highest
+    iteration. ``root`` may also be the folder of one checkpoint.
     """
-    if (root / MANIFEST).is_file():
+    if is_one_checkpoint(root):
+        problem = problem_with(root)
+        if problem is not None:
+            raise CheckpointError(f"checkpoint {root} cannot be used: {problem}")
         return root
-    folders = [path for path in root.glob("iter_*") if re.fullmatch(r"iter_\d{7,}", path.name) and path.is_dir()]
-    for folder in sorted(folders, key=lambda path: int(path.name.removeprefix("iter_")), reverse=True):
+    folders = sorted(checkpoints(root), key=iteration_of, reverse=True)
+    named = tracked_iteration(root)
+    folders.sort(key=lambda folder: iteration_of(folder) != named)  # stable: the named one first, then downwards
+    for folder in folders:
         problem = problem_with(folder)
         if problem is None:
             return folder
         log(f"checkpoint {folder} is passed over: {problem}")
     return None
+
+
+def is_one_checkpoint(root: Path) -> bool:
+    return (root / MANIFEST).is_file() or (root / STATE).is_file()
+
+
+def checkpoints(root: Path) -> list[Path]:
+    """Every folder that has a checkpoint's name, complete or not."""
+    return [path for path in root.glob("*iter_*") if FOLDER_NAME.fullmatch(path.name) and path.is_dir()]
+
+
+def iteration_of(folder: Path) -> int:
+    match = FOLDER_NAME.fullmatch(folder.name)
+    assert match is not None
+    return int(match[1])
+
+
+def tracked_iteration(root: Path) -> int | None:
+    """What the tracker says, or None where there is none or it cannot be read."""
+    try:
+        return int((root / TRACKER).read_text())
+    except (OSError, ValueError):
+        return None
 
 
 def require_checkpoint(root: Path, *, log=print) -> Path:

@@ -55,19 +55,22 @@ class Piece:
         return ChunkStorageMetadata(torch.Size(self.offsets), torch.Size(self.tensor.shape))
 
 
-def save_pieces(folder: Path, pieces: Mapping[str, Piece], *, rank: int, group: ProcessGroup | None) -> None:
-    """Write ``shard-RRRRR.safetensors`` for each rank of ``group`` that has something to write.
+def save_pieces(folder: Path, pieces: Mapping[str, Piece], *, rank: int, group: ProcessGroup | None) -> Path:
+    """Write ``shard-RRRRR.safetensors`` for each rank of ``group`` that has something to write; returns this rank's
+    path.
 
     Pieces that several ranks hold alike are written by one of them.
     """
+    writer = SafetensorsWriter(folder, rank)
     with quiet_when_alone(), plain_errors():
         dcp.save(
             {},
-            storage_writer=SafetensorsWriter(folder, rank),
+            storage_writer=writer,
             planner=PieceSavePlanner(pieces),
             process_group=group,
             no_dist=group is None,
         )
+    return writer.file
 
 
 def load_pieces(folder: Path, pieces: Mapping[str, Piece], *, group: ProcessGroup | None) -> None:
@@ -80,6 +83,7 @@ def load_pieces(folder: Path, pieces: Mapping[str, Piece], *, group: ProcessGrou
     for name, piece in pieces.items():
         if name not in stored:
             raise CheckpointError(f"{folder} holds no tensor {name}")
+        check_coverage(folder, name, stored[name])
         if (shape := global_shape(stored[name])) != piece.global_shape:
             raise CheckpointError(f"{folder}: {name} is {list(shape)} there and {list(piece.global_shape)} in this run")
     with quiet_when_alone(), plain_errors():
@@ -222,6 +226,20 @@ def global_shape(pieces: list[StoredPiece]) -> tuple[int, ...]:
     return tuple(max(piece.offsets[d] + piece.shape[d] for piece in pieces) for d in range(len(pieces[0].shape)))
 
 
+def check_coverage(folder: Path, name: str, pieces: list[StoredPiece]) -> tuple[int, ...]:
+    """The global shape, where the pieces cover it (they never overlap).
+
+    Raises:
+        CheckpointError: they do not: a shard is missing.
+    """
+    shape = global_shape(pieces)
+    if sum(math.prod(piece.shape) for piece in pieces) != math.prod(shape):
+        raise CheckpointError(
+            f"{folder}: the pieces of {name} do not cover its shape {list(shape)}; a shard is missing"
+        )
+    return shape
+
+
 def read_whole(folder: Path, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
     """Each global tensor whose name starts with ``prefix``, put together from its pieces, one at a time, in the
     order of names.
@@ -229,11 +247,7 @@ def read_whole(folder: Path, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
     for name, pieces in sorted(stored_pieces(folder).items()):
         if not name.startswith(prefix):
             continue
-        shape = global_shape(pieces)
-        if sum(math.prod(piece.shape) for piece in pieces) != math.prod(shape):
-            raise CheckpointError(
-                f"{folder}: the pieces of {name} do not cover its shape {list(shape)}; a shard is missing"
-            )
+        shape = check_coverage(folder, name, pieces)
         whole: torch.Tensor | None = None
         for piece in pieces:
             with safe_open(piece.file, framework="pt") as file:

@@ -103,7 +103,16 @@ def _check_one_length(given: Given) -> None:
 def _idle_options(config: Config, given: Given) -> list[str]:
     """A line for each option given that does nothing in this configuration."""
     no_random_state = "randomness is a function of the seed, there is no state to save or load"
+    no_board = config.logging.tensorboard_dir is None
+    is_null = config.data.tokenizer_type == "NullTokenizer"
     idle: list[tuple[str, bool, str]] = [
+        ("attention_softmax_in_fp32", True, "the softmax is always computed in float32"),
+        ("eval_at_start", config.training.eval_iters == 0, "--eval-iters is 0"),
+        *(
+            (name, no_board, "there is no --tensorboard-dir")
+            for name in ("tensorboard_log_interval", "tensorboard_queue_size")
+        ),
+        *((name, is_null, "NullTokenizer reads no file") for name in ("vocab_file", "merge_file", "tokenizer_model")),
         ("no_save_rng", True, no_random_state),
         ("no_load_rng", True, no_random_state),
         ("save_interval", config.checkpoint.save is None, "there is no --save"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -73,7 +73,7 @@ def build_loader(
     eod_mask_loss: bool = False,
     eod: int | None = None,
     pin_memory: bool = False,
-) -> Iterator[Batch]:
+) -> Generator[Batch]:
     """Micro-batches for one data-parallel rank, from ``consumed_samples`` to the end of the dataset.
 
     The iterator never just stops: a DataError with the numbers comes where the data ends.
@@ -97,8 +97,14 @@ def build_loader(
     return _until_the_end(loader, dataset.name, sampler)
 
 
-def _until_the_end(loader: DataLoader, name: str, sampler: MicroBatchSampler) -> Iterator[Batch]:
-    yield from loader
+def _until_the_end(loader: DataLoader, name: str, sampler: MicroBatchSampler) -> Generator[Batch]:
+    batches = iter(loader)
+    try:
+        yield from batches
+    finally:
+        # Workers ignore the signal that multiprocessing would end them with: a run that fails must not wait for them.
+        if loader.num_workers > 0:
+            batches._shutdown_workers()  # type: ignore[attr-defined]
     read = sampler.consumed_samples + len(sampler) * sampler.group
     raise DataError(
         f"the {name} data ends: {read} of {sampler.total_samples} samples are consumed and the next {sampler.group} "

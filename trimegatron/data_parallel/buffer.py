@@ -106,7 +106,7 @@ class ParameterBuffer:
         """How many elements of the whole model's gradient are exactly zero; padding is not counted."""
         counted = [piece for piece in self.slices if piece.spec.is_sharded or tensor.rank == 0]
         zeros = [(piece.spec.valid(piece.view(self.grads)) == 0).sum() for piece in counted]
-        total = torch.stack(zeros).sum().float()
+        total = torch.stack(zeros).sum()
         if tensor.group is not None:
             dist.all_reduce(total, group=tensor.group)
         return total.item()
