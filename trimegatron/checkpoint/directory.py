@@ -96,7 +96,7 @@ def problem_with(folder: Path) -> str | None:
 
 
 def damage_in(folder: Path, *, share: int = 0, shares: int = 1) -> str | None:
-    """Which file is not what was saved, by the manifest's SHA-256, or None; of several ranks each looks at its share."""
+    """Which file is not what was saved, by the manifest's SHA-256, or None; of several ranks each takes its share."""
     files = sorted(json.loads((folder / MANIFEST).read_text())["files"].items())
     for name, entry in files[share::shares]:
         if file_hash(folder / name) != entry["sha256"]:
