@@ -20,6 +20,7 @@ from torch import nn
 from trimegatron.checkpoint.checkpoint import Progress, save_checkpoint
 from trimegatron.config import Config
 from trimegatron.config.schedule import Schedule
+from trimegatron.data.boundaries import DocumentBoundaries
 from trimegatron.data.gpt_dataset import GPTDataset
 from trimegatron.data.loader import Batch, build_loader
 from trimegatron.data_parallel.buffer import ParameterBuffer
@@ -268,15 +269,19 @@ class Trainer:
             data_parallel_rank=self.mesh.data.rank,
             data_parallel_size=self.mesh.data.size,
             num_workers=config.data.num_workers,
-            eod_mask_loss=config.data.eod_mask_loss,
-            eod=self.tokenizer.eod,
+            boundaries=DocumentBoundaries(
+                self.tokenizer.eod,
+                eod_mask_loss=config.data.eod_mask_loss,
+                reset_position_ids=config.data.reset_position_ids,
+                reset_attention_mask=config.data.reset_attention_mask,
+            ),
             pin_memory=self.mesh.device.type == "cuda",
         )
 
     def take(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """The micro-batches of one global batch, on the device."""
         for _ in range(self.config.num_micro_batches):
-            yield Batch(*(tensor.to(self.mesh.device, non_blocking=True) for tensor in next(batches)))
+            yield next(batches).to(self.mesh.device)
 
     def sum_over_data_parallel(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Sums of scalars over the data-parallel ranks, in one all-reduce."""

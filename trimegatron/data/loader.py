@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from trimegatron.data.boundaries import DocumentBoundaries
 from trimegatron.data.gpt_dataset import GPTDataset
 from trimegatron.data.sampler import MicroBatchSampler
 from trimegatron.errors import DataError
@@ -22,33 +23,48 @@ class Batch(NamedTuple):
     labels: torch.Tensor  # int64 [b, s]: the token after each
     loss_mask: torch.Tensor  # float32 [b, s]: 1 where the loss counts
     sample_numbers: torch.Tensor  # int64 [b]: place of each sample in the run's order, the same for every layout
+    position_ids: torch.Tensor | None = None  # int64 [b, s], where they restart within the sample; None: 0 … s − 1
+    document_starts: torch.Tensor | None = None  # int64 [b, s]: first position each query may see; None: 0
+
+    def to(self, device: torch.device) -> Batch:
+        """The same on ``device``; from pinned memory the copies run beside what follows."""
+        return Batch._make(None if part is None else part.to(device, non_blocking=True) for part in self)
 
 
-def make_batch(samples: np.ndarray, sample_numbers: Sequence[int], masked_token: int | None = None) -> Batch:
-    """Cut samples into inputs and labels.
+PLAIN = DocumentBoundaries()
 
-    Args:
-        samples: int64 [b, s + 1].
-        sample_numbers: b of them.
-        masked_token: no loss where the *input* is this token (``--eod-mask-loss``, as Megatron).
-    """
-    tokens = torch.from_numpy(np.ascontiguousarray(samples[:, :-1]))
-    labels = torch.from_numpy(np.ascontiguousarray(samples[:, 1:]))
-    mask = torch.ones(tokens.shape) if masked_token is None else (tokens != masked_token).float()
-    return Batch(tokens, labels, mask, torch.tensor(sample_numbers, dtype=torch.int64))
+
+def make_batch(samples: np.ndarray, sample_numbers: Sequence[int], boundaries: DocumentBoundaries = PLAIN) -> Batch:
+    """Cut samples int64 [b, s + 1] into inputs and labels, with what ``boundaries`` asks for."""
+    tokens, labels = np.ascontiguousarray(samples[:, :-1]), np.ascontiguousarray(samples[:, 1:])
+    position_ids = document_starts = None
+    if boundaries.reset_position_ids or boundaries.reset_attention_mask:
+        starts = boundaries.document_starts(tokens)
+        if boundaries.reset_position_ids:
+            position_ids = torch.from_numpy(np.arange(tokens.shape[1]) - starts)
+        if boundaries.reset_attention_mask:
+            document_starts = torch.from_numpy(starts)
+    return Batch(
+        torch.from_numpy(tokens),
+        torch.from_numpy(labels),
+        torch.from_numpy(boundaries.loss_mask(tokens)),
+        torch.tensor(sample_numbers, dtype=torch.int64),
+        position_ids,
+        document_starts,
+    )
 
 
 class _Batches(Dataset):
     """The DataLoader's view: it asks for one micro-batch of indices at a time."""
 
-    def __init__(self, dataset: GPTDataset, masked_token: int | None) -> None:
-        self.dataset, self.masked_token = dataset, masked_token
+    def __init__(self, dataset: GPTDataset, boundaries: DocumentBoundaries) -> None:
+        self.dataset, self.boundaries = dataset, boundaries
 
     def __getitem__(self, index: int) -> Batch:
         return self.__getitems__([index])
 
     def __getitems__(self, indices: list[int]) -> Batch:
-        return make_batch(np.stack([self.dataset[i] for i in indices]), indices, self.masked_token)
+        return make_batch(np.stack([self.dataset[i] for i in indices]), indices, self.boundaries)
 
 
 def _unchanged(batch: Any) -> Any:
@@ -70,8 +86,7 @@ def build_loader(
     data_parallel_rank: int,
     data_parallel_size: int,
     num_workers: int = 2,
-    eod_mask_loss: bool = False,
-    eod: int | None = None,
+    boundaries: DocumentBoundaries = PLAIN,
     pin_memory: bool = False,
 ) -> Iterator[Batch]:
     """Micro-batches for one data-parallel rank, from ``consumed_samples`` to the end of the dataset.
@@ -79,15 +94,13 @@ def build_loader(
     The iterator never just stops: a DataError with the numbers comes where the data ends.
 
     Raises:
-        DataError: nothing is left, at once or at the end; ``eod_mask_loss`` without an end-of-document token.
+        DataError: nothing is left, at once or at the end.
     """
-    if eod_mask_loss and eod is None:
-        raise DataError("--eod-mask-loss needs a tokenizer with an end-of-document token; this one has none")
     sampler = MicroBatchSampler(
         len(dataset), consumed_samples, micro_batch_size, data_parallel_rank, data_parallel_size
     )
     loader = DataLoader(
-        _Batches(dataset, eod if eod_mask_loss else None),
+        _Batches(dataset, boundaries),
         batch_sampler=sampler,
         num_workers=num_workers,
         collate_fn=_unchanged,
