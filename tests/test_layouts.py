@@ -83,8 +83,8 @@ def test_document_boundaries_in_every_layout(attention_dropout: float, corpus: P
 
 @pytest.mark.parametrize("option", ["reset_position_ids", "reset_attention_mask", "eod_mask_loss"])
 def test_each_boundary_option_reaches_the_model(option: str, corpus: Path, alone: list[dict], tmp_path: Path):
-    lines = train_tiny(corpus, metrics=tmp_path / "metrics.jsonl", train_iters=5, **{option: True})
-    assert abs(lines[-1]["lm_loss"] - alone[4]["lm_loss"]) > 1e-4
+    lines = train_tiny(corpus, metrics=tmp_path / "metrics.jsonl", **{option: True})
+    assert abs(lines[-1]["lm_loss"] - alone[-1]["lm_loss"]) > 1e-4
 
 
 def test_another_seed_is_another_run(corpus: Path, alone: list[dict], tmp_path: Path):
