@@ -18,7 +18,6 @@ from trimegatron.data.indices import Epochs, GPTIndices, build_indices
 from trimegatron.data.splits import SPLITS, Range, split_ranges
 from trimegatron.errors import DataError
 
-
 _FEW = 4  # samples: fewer are read one by one, which is then faster
 
 
@@ -77,7 +76,7 @@ class GPTDataset:
         if len(indices) < _FEW:
             return np.stack([self[index] for index in indices])
         chosen = np.asarray(indices, np.int64)
-        if not (0 <= chosen.min() and chosen.max() < len(self)):
+        if not (chosen.min() >= 0 and chosen.max() < len(self)):
             raise IndexError(f"samples {chosen.min()} to {chosen.max()} of {len(self)} ({self.name})")
         rows = self.indices.shuffle_index[chosen].astype(np.int64)
         first, begin = self.indices.sample_index[rows].T.astype(np.int64)
@@ -87,7 +86,7 @@ class GPTDataset:
         stops = counts.cumsum()
         position = np.arange(stops[-1]) + np.repeat(first - (stops - counts), counts)
         sequences = self.indices.document_index[position]
-        piece_begin = self.data.pointers[sequences] // self.data.dtype.itemsize
+        piece_begin = self.data.starts_of(sequences)
         piece_end = piece_begin + self.data.sizes[sequences]
         piece_end[stops - 1] = piece_begin[stops - 1] + end + 1  # before the next line: both may be the same piece
         piece_begin[stops - counts] += begin
