@@ -33,6 +33,9 @@ from trimegatron.optim.scaler import LossScaler
 from trimegatron.pipeline_parallel.engine import run_micro_batches
 from trimegatron.tokenizer import Tokenizer
 
+LOOKED_AT = 256
+"""Samples searched for an end of a document before training; a few milliseconds."""
+
 
 @dataclass(frozen=True)
 class Datasets:
@@ -82,6 +85,12 @@ class Trainer:
         self.metrics = metrics
         self.progress = progress
         self.data_description = data_description
+        self.boundaries = DocumentBoundaries(
+            tokenizer.eod,
+            eod_mask_loss=config.data.eod_mask_loss,
+            reset_position_ids=config.data.reset_position_ids,
+            reset_attention_mask=config.data.reset_attention_mask,
+        )
         self.started = time.monotonic()
         self.saved_at: int | None = None
         token_bytes = tokenizer.token_bytes()
@@ -100,6 +109,7 @@ class Trainer:
             self.evaluate("valid", self.datasets.valid, window=0)
         self.model.train()
         batches = self.loader(self.datasets.train, progress.consumed_samples)
+        self.look_for_boundaries(self.datasets.train)
         self.metrics.start_interval()
         while progress.iteration < training.train_iters:
             self.step_and_report(batches)
@@ -269,14 +279,16 @@ class Trainer:
             data_parallel_rank=self.mesh.data.rank,
             data_parallel_size=self.mesh.data.size,
             num_workers=config.data.num_workers,
-            boundaries=DocumentBoundaries(
-                self.tokenizer.eod,
-                eod_mask_loss=config.data.eod_mask_loss,
-                reset_position_ids=config.data.reset_position_ids,
-                reset_attention_mask=config.data.reset_attention_mask,
-            ),
+            boundaries=self.boundaries,
             pin_memory=self.mesh.device.type == "cuda",
         )
+
+    def look_for_boundaries(self, dataset: GPTDataset | None) -> None:
+        """Say so where the data does not look as if the options about ends of documents could do anything."""
+        if dataset is not None and self.mesh.is_first_rank:
+            note = self.boundaries.missing_from(dataset[i] for i in range(min(len(dataset), LOOKED_AT)))
+            if note is not None:
+                self.say(f"note: {note}")
 
     def take(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """The micro-batches of one global batch, on the device."""

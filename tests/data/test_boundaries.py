@@ -75,3 +75,13 @@ def test_only_what_is_asked_for() -> None:
 def test_without_an_end_token_it_is_refused(name: str) -> None:
     with pytest.raises(DataError, match=f"--{name.replace('_', '-')} needs a tokenizer with an end-of-document token"):
         DocumentBoundaries(None, **{name: True})
+
+
+def test_data_without_ends_is_said() -> None:
+    without, with_one = np.array([1, 2, 3]), np.array([1, EOD, 3])
+    asked = DocumentBoundaries(EOD, reset_position_ids=True, eod_mask_loss=True)
+    line = asked.missing_from([without, without])
+    assert line is not None and "first 2 samples hold no end-of-document token (9)" in line
+    assert "--eod-mask-loss, --reset-position-ids would act" in line and "--append-eod" in line
+    assert asked.missing_from([without, with_one]) is None
+    assert DocumentBoundaries(EOD).missing_from([without]) is None

@@ -9,6 +9,7 @@ Legend: b samples, s sequence length.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,11 +35,28 @@ class DocumentBoundaries:
     """Nothing after an eod sees up to and including it."""
 
     def __post_init__(self) -> None:
-        for name in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask"):
-            if getattr(self, name) and self.eod is None:
-                raise DataError(
-                    f"--{name.replace('_', '-')} needs a tokenizer with an end-of-document token; this one has none"
-                )
+        if self.asked and self.eod is None:
+            raise DataError(f"{self.asked[0]} needs a tokenizer with an end-of-document token; this one has none")
+
+    @property
+    def asked(self) -> list[str]:
+        """The options that are on."""
+        names = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")
+        return [f"--{name.replace('_', '-')}" for name in names if getattr(self, name)]
+
+    def missing_from(self, samples: Iterable[np.ndarray]) -> str | None:
+        """A line where something is asked for and no eod is in these samples: the data may hold none."""
+        if not self.asked:
+            return None
+        count = 0
+        for sample in samples:
+            if (sample == self.eod).any():
+                return None
+            count += 1
+        return (
+            f"the first {count} samples hold no end-of-document token ({self.eod}), where {', '.join(self.asked)} "
+            "would act; `trimegatron preprocess --append-eod` writes one after every document"
+        )
 
     def loss_mask(self, tokens: np.ndarray) -> np.ndarray:
         """float32 [b, s] for the inputs int64 [b, s]: 1 where the loss counts."""
