@@ -7,6 +7,7 @@ Times are without imports; MB are 10⁶ bytes, of JSON where they are a rate.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import os
@@ -83,9 +84,10 @@ def main(argv: list[str]) -> int:
     (config,) = parse(argv, DataBenchConfig, prog="trimegatron bench data", description=__doc__ or "")
     before = machine()
     print(f"{before['cpu']}, {before['cores']} cores, load {before['load_average'][0]:.1f}")
-    for package, loses in (("gigatoken", "its speed"), ("megatron", "megatron-core's figures")):
-        if importlib.util.find_spec(package) is None:
-            print(f"{package} is not installed: {loses} will be missing")
+    if importlib.util.find_spec("gigatoken") is None:
+        print("gigatoken is not installed: its speed will be missing")
+    if not has_megatron():
+        print("megatron-core is not installed, or its helper cannot be loaded: its figures will be missing")
     results: dict[str, Any] = {}
     with ExitStack() as stack:
         work = Path(config.work_dir or stack.enter_context(tempfile.TemporaryDirectory(prefix="trimegatron-bench-")))
@@ -106,6 +108,11 @@ def main(argv: list[str]) -> int:
         write_atomically(Path(config.out), json.dumps(report, indent=1) + "\n")
         print(f"\n{config.out}: all figures")
     return 0
+
+
+@functools.cache
+def has_megatron() -> bool:
+    return Contender(f"{DATASET_RUNS}:has_megatron", {}).run()["found"]
 
 
 # Preprocessing
@@ -180,7 +187,7 @@ def index(config: DataBenchConfig, work: Path) -> Figures:
     sizes = {}
     for documents in sorted(config.documents):
         common = {"documents": documents, "seq_length": config.seq_length}
-        helper = f"{'megatron-core' if dataset_runs.megatron_helper() else 'NumPy'} and shuffles"
+        helper = f"{'megatron-core' if has_megatron() else 'NumPy'} and shuffles"
         contenders = {
             "trimegatron": Contender(f"{DATASET_RUNS}:index", common),
             helper: Contender(f"{DATASET_RUNS}:index_with_helper", common),
@@ -213,7 +220,7 @@ def open_in_turns(config: DataBenchConfig, documents: int, work: Path) -> dict[s
     figures: dict[str, list[Figures]] = {}
     for _ in range(config.rounds):
         for name in ("trimegatron, files", "megatron-core, files"):
-            if name.startswith("megatron") and dataset_runs.megatron_helper() is None:
+            if name.startswith("megatron") and not has_megatron():
                 continue
             with tempfile.TemporaryDirectory(dir=work) as cache:
                 arguments = {
@@ -255,7 +262,7 @@ def samples(config: DataBenchConfig, work: Path) -> Figures:
             }
             ours = common | {"micro_batch_size": config.micro_batch_size}
             contenders = {"trimegatron": Contender(f"{DATASET_RUNS}:read_ours", ours)}
-            if dataset_runs.megatron_helper() is not None:
+            if has_megatron():
                 contenders["megatron-core"] = Contender(f"{DATASET_RUNS}:read_megatron", common)
             figures = in_turns(contenders, config.rounds)
         check_equal(figures, "content")

@@ -88,6 +88,11 @@ def megatron_helper() -> Callable[..., np.ndarray] | None:
             return None
 
 
+def has_megatron() -> Figures:
+    """Whether megatron-core is installed with its compiled helper; asked of a process of its own, for it is large."""
+    return {"found": megatron_helper() is not None}
+
+
 # Samples
 
 
