@@ -158,7 +158,7 @@ def read_ours(prefix: str, seq_length: int, samples: int, cache: str, eod: int, 
     through a loader's processes, once they run.
     """
     from trimegatron.data.boundaries import DocumentBoundaries
-    from trimegatron.data.loader import build_loader, make_batch
+    from trimegatron.data.loader import build_loader, make_batch, read_samples
 
     dataset = open_ours(prefix, seq_length, samples, cache)
     boundaries = DocumentBoundaries(eod, eod_mask_loss=True)
@@ -176,11 +176,7 @@ def read_ours(prefix: str, seq_length: int, samples: int, cache: str, eod: int, 
     def micro_batches() -> None:
         for start in starts:
             indices = order[start : start + micro_batch_size]
-            if hasattr(dataset, "__getitems__"):
-                batch = dataset.__getitems__(indices)
-            else:
-                batch = np.stack([dataset[i] for i in indices])
-            make_batch(batch, indices, boundaries)
+            make_batch(read_samples(dataset, indices), indices, boundaries)
 
     loader = build_loader(
         dataset,

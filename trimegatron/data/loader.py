@@ -54,6 +54,13 @@ def make_batch(samples: np.ndarray, sample_numbers: Sequence[int], boundaries: D
     )
 
 
+def read_samples(dataset: GPTDataset, indices: Sequence[int]) -> np.ndarray:
+    """int64 [b, s + 1]: all at once where the dataset can, as torch's own loader asks."""
+    if hasattr(dataset, "__getitems__"):
+        return dataset.__getitems__(indices)
+    return np.stack([dataset[index] for index in indices])
+
+
 class _Batches(Dataset):
     """The DataLoader's view: it asks for one micro-batch of indices at a time."""
 
@@ -64,7 +71,7 @@ class _Batches(Dataset):
         return self.__getitems__([index])
 
     def __getitems__(self, indices: list[int]) -> Batch:
-        return make_batch(self.dataset.__getitems__(indices), indices, self.boundaries)
+        return make_batch(read_samples(self.dataset, indices), indices, self.boundaries)
 
 
 def _unchanged(batch: Any) -> Any:
