@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 
 from trimegatron.data.index_format import Header, bin_path, idx_path
-from trimegatron.data.indexed_dataset import IndexedDatasetWriter
 
 STDLIB_KEY = "content"
 
@@ -51,15 +50,19 @@ def trained_tokenizer(corpus: Path, key: str, folder: Path) -> tuple[str, str]:
 
 def write_random(prefix: Path, sizes: np.ndarray, vocab_size: int, random: np.random.Generator) -> None:
     """A pair of documents of these sizes, of random tokens."""
-    with IndexedDatasetWriter(prefix, "uint16") as writer:
-        tokens = random.integers(0, vocab_size, int(sizes.sum()), np.uint16)
-        writer.add_documents(tokens, sizes, np.ones(len(sizes), np.int64))
+    random.integers(0, vocab_size, int(sizes.sum(dtype=np.int64)), np.uint16).tofile(bin_path(prefix))
+    write_index(prefix, sizes)
 
 
 def write_sparse(prefix: Path, sizes: np.ndarray) -> None:
     """A pair of documents of these sizes whose tokens are all 0 and take no room on the disk."""
     with bin_path(prefix).open("wb") as file:
         file.truncate(2 * int(sizes.sum(dtype=np.int64)))
+    write_index(prefix, sizes)
+
+
+def write_index(prefix: Path, sizes: np.ndarray) -> None:
+    """The index of documents of these sizes, of uint16 tokens."""
     with idx_path(prefix).open("wb") as file:
         file.write(Header(np.dtype("<u2"), len(sizes), len(sizes) + 1).pack())
         file.write(sizes.astype("<i4").data)
