@@ -69,3 +69,14 @@ def test_mask_is_where_the_input_is_the_end_token() -> None:
     sample = np.array([[9, 4, 9, 9]])
     assert make_batch(sample, [0], DocumentBoundaries(9, eod_mask_loss=True)).loss_mask.tolist() == [[0.0, 1.0, 0.0]]
     assert make_batch(sample, [0], DocumentBoundaries(9)).loss_mask.tolist() == [[1.0, 1.0, 1.0]]
+
+
+def test_every_tensor_is_pinned_when_asked(dataset: GPTDataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU there is no page-locked memory, so this watches the calls."""
+    pinned: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor)
+    layout = {"micro_batch_size": 2, "data_parallel_rank": 0, "data_parallel_size": 1, "num_workers": 0}
+    boundaries = DocumentBoundaries(0, reset_position_ids=True)
+    batch = next(build_loader(dataset, consumed_samples=0, boundaries=boundaries, pin_memory=True, **layout))
+    assert batch.document_starts is None
+    assert [id(tensor) for tensor in pinned] == [id(part) for part in batch if part is not None]

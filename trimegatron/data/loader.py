@@ -30,6 +30,10 @@ class Batch(NamedTuple):
         """The same on ``device``; from pinned memory the copies run beside what follows."""
         return Batch._make(None if part is None else part.to(device, non_blocking=True) for part in self)
 
+    def pin_memory(self) -> Batch:
+        """The same in page-locked memory, from which a GPU reads by itself."""
+        return Batch._make(None if part is None else part.pin_memory() for part in self)
+
 
 PLAIN = DocumentBoundaries()
 
@@ -61,21 +65,30 @@ def read_samples(dataset: GPTDataset, indices: Sequence[int]) -> np.ndarray:
     return np.stack([dataset[index] for index in indices])
 
 
-class _Batches(Dataset):
-    """The DataLoader's view: it asks for one micro-batch of indices at a time."""
+Samples = tuple[np.ndarray, list[int]]
+"""int64 [b, s + 1], and their indices."""
 
-    def __init__(self, dataset: GPTDataset, boundaries: DocumentBoundaries) -> None:
-        self.dataset, self.boundaries = dataset, boundaries
 
-    def __getitem__(self, index: int) -> Batch:
+class _MicroBatches(Dataset):
+    """The DataLoader's view: it asks for one micro-batch of indices at a time.
+
+    The worker processes send one plain array, which goes through a pipe, and the batch is cut from it where it
+    arrives: tensors would each pass through shared memory of their own, at six times the time in the training process
+    (measured at 8 samples of 1024 tokens: 550 µs against 90).
+    """
+
+    def __init__(self, dataset: GPTDataset) -> None:
+        self.dataset = dataset
+
+    def __getitem__(self, index: int) -> Samples:
         return self.__getitems__([index])
 
-    def __getitems__(self, indices: list[int]) -> Batch:
-        return make_batch(read_samples(self.dataset, indices), indices, self.boundaries)
+    def __getitems__(self, indices: list[int]) -> Samples:
+        return read_samples(self.dataset, indices), indices
 
 
 def _unchanged(batch: Any) -> Any:
-    return batch  # __getitems__ made the whole batch
+    return batch  # __getitems__ read the whole micro-batch
 
 
 def _ignore_signals(_: int) -> None:
@@ -107,18 +120,21 @@ def build_loader(
         len(dataset), consumed_samples, micro_batch_size, data_parallel_rank, data_parallel_size
     )
     loader = DataLoader(
-        _Batches(dataset, boundaries),
+        _MicroBatches(dataset),
         batch_sampler=sampler,
         num_workers=num_workers,
         collate_fn=_unchanged,
-        pin_memory=pin_memory,
         worker_init_fn=_ignore_signals,
     )
-    return _until_the_end(loader, dataset.name, sampler)
+    return _until_the_end(loader, dataset.name, sampler, boundaries, pin_memory)
 
 
-def _until_the_end(loader: DataLoader, name: str, sampler: MicroBatchSampler) -> Iterator[Batch]:
-    yield from loader
+def _until_the_end(
+    loader: DataLoader, name: str, sampler: MicroBatchSampler, boundaries: DocumentBoundaries, pin_memory: bool
+) -> Iterator[Batch]:
+    for samples, numbers in loader:
+        batch = make_batch(samples, numbers, boundaries)
+        yield batch.pin_memory() if pin_memory else batch
     read = sampler.consumed_samples + len(sampler) * sampler.group
     raise DataError(
         f"the {name} data ends: {read} of {sampler.total_samples} samples are consumed and the next {sampler.group} "
