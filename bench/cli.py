@@ -6,7 +6,7 @@ from importlib import import_module
 
 from trimegatron.errors import ConfigError
 
-BENCHMARKS = {"step": "trimegatron.bench.step"}
+BENCHMARKS = {"data": "trimegatron.bench.data", "step": "trimegatron.bench.step"}
 
 
 def main(argv: list[str]) -> int:

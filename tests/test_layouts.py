@@ -64,6 +64,29 @@ def test_masked_tokens_weigh_alike_however_the_batch_is_cut(corpus: Path, tmp_pa
     assert_same_run(cut, whole)
 
 
+@pytest.mark.parametrize("attention_dropout", [0.1, 0.0])  # the softmax backend and torch's attention
+def test_document_boundaries_in_every_layout(attention_dropout: float, corpus: Path, tmp_path: Path):
+    """The end token is 210, a word of the corpus."""
+    asked = {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True}
+    asked |= {"attention_dropout": attention_dropout}
+    whole = train_tiny(corpus, metrics=tmp_path / "whole.jsonl", micro_batch_size=8, **asked)
+    for world_size, tensor_parallel in [(2, 2), (2, 1)]:
+        cut = train_tiny(
+            corpus,
+            world_size=world_size,
+            metrics=tmp_path / f"{tensor_parallel}.jsonl",
+            tensor_model_parallel_size=tensor_parallel,
+            **asked,
+        )
+        assert_same_run(cut, whole)
+
+
+@pytest.mark.parametrize("option", ["reset_position_ids", "reset_attention_mask", "eod_mask_loss"])
+def test_each_boundary_option_reaches_the_model(option: str, corpus: Path, alone: list[dict], tmp_path: Path):
+    lines = train_tiny(corpus, metrics=tmp_path / "metrics.jsonl", **{option: True})
+    assert abs(lines[-1]["lm_loss"] - alone[-1]["lm_loss"]) > 1e-4
+
+
 def test_another_seed_is_another_run(corpus: Path, alone: list[dict], tmp_path: Path):
     lines = train_tiny(corpus, metrics=tmp_path / "metrics.jsonl", seed=1235)
     assert abs(lines[0]["lm_loss"] - alone[0]["lm_loss"]) > 1e-4

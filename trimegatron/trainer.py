@@ -21,6 +21,7 @@ from torch import nn
 from trimegatron.checkpoint.checkpoint import Progress, save_checkpoint
 from trimegatron.config import Config
 from trimegatron.config.schedule import Schedule
+from trimegatron.data.boundaries import DocumentBoundaries
 from trimegatron.data.gpt_dataset import GPTDataset
 from trimegatron.data.loader import Batch, build_loader
 from trimegatron.data_parallel.buffer import ParameterBuffer
@@ -32,6 +33,9 @@ from trimegatron.optim.gradients import clip_factor, squared_norm
 from trimegatron.optim.scaler import LossScaler
 from trimegatron.pipeline_parallel.engine import run_micro_batches
 from trimegatron.tokenizer import Tokenizer
+
+LOOKED_AT = 256
+"""Samples searched for an end of a document before training; a few milliseconds."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,12 @@ class Trainer:
         self.metrics = metrics
         self.progress = progress
         self.data_description = data_description
+        self.boundaries = DocumentBoundaries(
+            tokenizer.eod,
+            eod_mask_loss=config.data.eod_mask_loss,
+            reset_position_ids=config.data.reset_position_ids,
+            reset_attention_mask=config.data.reset_attention_mask,
+        )
         self.started = time.monotonic()
         self.saved_at: int | None = None
         token_bytes = tokenizer.token_bytes()
@@ -100,6 +110,7 @@ class Trainer:
             self.evaluate("valid", self.datasets.valid, window=0)
         self.model.train()
         with closing(self.loader(self.datasets.train, progress.consumed_samples)) as batches:
+            self.look_for_boundaries(self.datasets.train)
             self.metrics.start_clock()
             while not self.is_finished():
                 self.step_and_report(batches)
@@ -278,10 +289,16 @@ class Trainer:
             data_parallel_rank=self.mesh.data.rank,
             data_parallel_size=self.mesh.data.size,
             num_workers=config.data.num_workers,
-            eod_mask_loss=config.data.eod_mask_loss,
-            eod=self.tokenizer.eod,
+            boundaries=self.boundaries,
             pin_memory=self.mesh.device.type == "cuda",
         )
+
+    def look_for_boundaries(self, dataset: GPTDataset | None) -> None:
+        """Say so where the data does not look as if the options about ends of documents could do anything."""
+        if dataset is not None and self.mesh.is_first_rank:
+            note = self.boundaries.missing_from(dataset[i] for i in range(min(len(dataset), LOOKED_AT)))
+            if note is not None:
+                self.say(f"note: {note}")
 
     def take(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """The micro-batches of one global batch, on the device.
@@ -298,7 +315,7 @@ class Trainer:
                     f"{' '.join(self.config.data.data_path)} holds the token id {largest}, but the vocabulary has "
                     f"{vocab_size} words. Was it preprocessed with another tokenizer?"
                 )
-            yield Batch(*(tensor.to(self.mesh.device, non_blocking=True) for tensor in batch))
+            yield batch.to(self.mesh.device)
 
     def sum_over_data_parallel(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Sums of scalars over the data-parallel ranks, in one all-reduce."""

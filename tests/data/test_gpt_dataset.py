@@ -112,3 +112,19 @@ def test_pickle_maps_the_files_again(tmp_path: Path) -> None:
     copy = pickle.loads(pickled)
     np.testing.assert_array_equal(copy[5], train[5])
     assert (len(copy), copy.name) == (len(train), "train")
+
+
+@pytest.mark.parametrize("number", [1, 3, 4, 64])
+def test_many_samples_at_once_are_those_one_by_one(tmp_path: Path, number: int) -> None:
+    """Documents shorter and longer than a sample, of one token and of none, in several epochs and any order."""
+    write(tmp_path / "x", [3, 0, 8, 1, 1, 0, 4, 700, 9])
+    train = build(tmp_path / "x", split="1,0,0", num_samples=(500, 0, 0))[0]
+    assert train is not None
+    for seed in range(20):
+        indices = np.random.default_rng(seed).integers(0, len(train), number).tolist()
+        samples = train.__getitems__(indices)
+        assert samples.dtype == np.int64
+        np.testing.assert_array_equal(samples, np.stack([train[i] for i in indices]))
+    for wrong in (-1, len(train)):
+        with pytest.raises(IndexError):
+            train.__getitems__([wrong] * number)

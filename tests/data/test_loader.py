@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from trimegatron.data.boundaries import DocumentBoundaries
 from trimegatron.data.gpt_dataset import GPTDataset, build_gpt_datasets
 from trimegatron.data.indexed_dataset import IndexedDatasetWriter
 from trimegatron.data.loader import build_loader, make_batch
@@ -36,8 +37,7 @@ def test_batches_are_the_samples_in_order(dataset: GPTDataset, num_workers: int)
         data_parallel_rank=1,
         data_parallel_size=2,
         num_workers=num_workers,
-        eod_mask_loss=True,
-        eod=0,
+        boundaries=DocumentBoundaries(0, eod_mask_loss=True, reset_position_ids=True, reset_attention_mask=True),
     )
     masked = 0
     for batch, numbers in zip(itertools.islice(loader, 4), [[6, 7], [10, 11], [14, 15], [18, 19]], strict=True):
@@ -48,6 +48,8 @@ def test_batches_are_the_samples_in_order(dataset: GPTDataset, num_workers: int)
         assert torch.equal(batch.labels, samples[:, 1:])
         assert torch.equal(batch.loss_mask, (samples[:, :-1] != 0).float())
         masked += int((batch.loss_mask == 0).sum())
+        assert batch.document_starts is not None and batch.position_ids is not None
+        assert torch.equal(batch.document_starts + batch.position_ids, torch.arange(5).expand(2, 5))
     assert masked > 0
 
 
@@ -65,17 +67,16 @@ def test_end_of_data_is_an_error_with_numbers(dataset: GPTDataset) -> None:
 
 def test_mask_is_where_the_input_is_the_end_token() -> None:
     sample = np.array([[9, 4, 9, 9]])
-    assert make_batch(sample, [0], 9).loss_mask.tolist() == [[0.0, 1.0, 0.0]]
-    assert make_batch(sample, [0], None).loss_mask.tolist() == [[1.0, 1.0, 1.0]]
+    assert make_batch(sample, [0], DocumentBoundaries(9, eod_mask_loss=True)).loss_mask.tolist() == [[0.0, 1.0, 0.0]]
+    assert make_batch(sample, [0], DocumentBoundaries(9)).loss_mask.tolist() == [[1.0, 1.0, 1.0]]
 
 
-def test_masking_without_an_end_token_is_refused(dataset: GPTDataset) -> None:
-    with pytest.raises(DataError, match="--eod-mask-loss"):
-        build_loader(
-            dataset,
-            consumed_samples=0,
-            micro_batch_size=1,
-            data_parallel_rank=0,
-            data_parallel_size=1,
-            eod_mask_loss=True,
-        )
+def test_every_tensor_is_pinned_when_asked(dataset: GPTDataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU there is no page-locked memory, so this watches the calls."""
+    pinned: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor)
+    layout = {"micro_batch_size": 2, "data_parallel_rank": 0, "data_parallel_size": 1, "num_workers": 0}
+    boundaries = DocumentBoundaries(0, reset_position_ids=True)
+    batch = next(build_loader(dataset, consumed_samples=0, boundaries=boundaries, pin_memory=True, **layout))
+    assert batch.document_starts is None
+    assert [id(tensor) for tensor in pinned] == [id(part) for part in batch if part is not None]

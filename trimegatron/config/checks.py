@@ -16,8 +16,6 @@ from trimegatron.config.options import fail, kebab
 if TYPE_CHECKING:
     from trimegatron.config.config import Config
 
-LEAVE_OUT = "Leave it out."
-
 
 def check_global_batch(training: TrainingConfig, parallel: ParallelConfig) -> None:
     """The global batch is cut into whole micro-batches on every data-parallel rank."""
@@ -132,8 +130,6 @@ def _check_supported(config: Config) -> None:
         ),
         ("optimizer", config.optimizer.optimizer, config.optimizer.optimizer != "adam", "Use adam."),
         ("dataloader_type", config.data.dataloader_type, config.data.dataloader_type != "single", "Use single."),
-        ("reset_position_ids", True, config.data.reset_position_ids, LEAVE_OUT),
-        ("reset_attention_mask", True, config.data.reset_attention_mask, LEAVE_OUT),
     ]
     for name, value, refused, way_out in later:
         if refused:

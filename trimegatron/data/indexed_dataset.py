@@ -102,6 +102,10 @@ class IndexedDataset:
         start = int(self.pointers[index]) // self.dtype.itemsize
         return self.tokens[start + offset : start + stop]
 
+    def starts_of(self, sequences: np.ndarray) -> np.ndarray:
+        """int64: the place in ``tokens`` where each of ``sequences`` begins."""
+        return self.pointers[sequences] // self.dtype.itemsize
+
     def fingerprint(self) -> str:
         """A sha256 that tells this data from other data, the same wherever the pair is copied.
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from trimegatron.data.boundaries import DocumentBoundaries
 from trimegatron.data.gpt_dataset import GPTDataset
 from trimegatron.data.sampler import MicroBatchSampler
 from trimegatron.errors import DataError
@@ -22,37 +23,72 @@ class Batch(NamedTuple):
     labels: torch.Tensor  # int64 [b, s]: the token after each
     loss_mask: torch.Tensor  # float32 [b, s]: 1 where the loss counts
     sample_numbers: torch.Tensor  # int64 [b]: place of each sample in the run's order, the same for every layout
+    position_ids: torch.Tensor | None = None  # int64 [b, s], where they restart within the sample; None: 0 … s − 1
+    document_starts: torch.Tensor | None = None  # int64 [b, s]: first position each query may see; None: 0
+
+    def to(self, device: torch.device) -> Batch:
+        """The same on ``device``; from pinned memory the copies run beside what follows."""
+        return Batch._make(None if part is None else part.to(device, non_blocking=True) for part in self)
+
+    def pin_memory(self) -> Batch:
+        """The same in page-locked memory, from which a GPU reads by itself."""
+        return Batch._make(None if part is None else part.pin_memory() for part in self)
 
 
-def make_batch(samples: np.ndarray, sample_numbers: Sequence[int], masked_token: int | None = None) -> Batch:
-    """Cut samples into inputs and labels.
+PLAIN = DocumentBoundaries()
 
-    Args:
-        samples: int64 [b, s + 1].
-        sample_numbers: b of them.
-        masked_token: no loss where the *input* is this token (``--eod-mask-loss``, as Megatron).
+
+def make_batch(samples: np.ndarray, sample_numbers: Sequence[int], boundaries: DocumentBoundaries = PLAIN) -> Batch:
+    """Cut samples int64 [b, s + 1] into inputs and labels, with what ``boundaries`` asks for."""
+    tokens, labels = np.ascontiguousarray(samples[:, :-1]), np.ascontiguousarray(samples[:, 1:])
+    position_ids = document_starts = None
+    if boundaries.reset_position_ids or boundaries.reset_attention_mask:
+        starts = boundaries.document_starts(tokens)
+        if boundaries.reset_position_ids:
+            position_ids = torch.from_numpy(np.arange(tokens.shape[1]) - starts)
+        if boundaries.reset_attention_mask:
+            document_starts = torch.from_numpy(starts)
+    return Batch(
+        torch.from_numpy(tokens),
+        torch.from_numpy(labels),
+        torch.from_numpy(boundaries.loss_mask(tokens)),
+        torch.tensor(sample_numbers, dtype=torch.int64),
+        position_ids,
+        document_starts,
+    )
+
+
+def read_samples(dataset: GPTDataset, indices: Sequence[int]) -> np.ndarray:
+    """int64 [b, s + 1]: all at once where the dataset can, as torch's own loader asks."""
+    if hasattr(dataset, "__getitems__"):
+        return dataset.__getitems__(indices)
+    return np.stack([dataset[index] for index in indices])
+
+
+Samples = tuple[np.ndarray, list[int]]
+"""int64 [b, s + 1], and their indices."""
+
+
+class _MicroBatches(Dataset):
+    """The DataLoader's view: it asks for one micro-batch of indices at a time.
+
+    The worker processes send one plain array, which goes through a pipe, and the batch is cut from it where it
+    arrives: tensors would each pass through shared memory of their own, at six times the time in the training process
+    (measured at 8 samples of 1024 tokens: 550 µs against 90).
     """
-    tokens = torch.from_numpy(np.ascontiguousarray(samples[:, :-1]))
-    labels = torch.from_numpy(np.ascontiguousarray(samples[:, 1:]))
-    mask = torch.ones(tokens.shape) if masked_token is None else (tokens != masked_token).float()
-    return Batch(tokens, labels, mask, torch.tensor(sample_numbers, dtype=torch.int64))
 
+    def __init__(self, dataset: GPTDataset) -> None:
+        self.dataset = dataset
 
-class _Batches(Dataset):
-    """The DataLoader's view: it asks for one micro-batch of indices at a time."""
-
-    def __init__(self, dataset: GPTDataset, masked_token: int | None) -> None:
-        self.dataset, self.masked_token = dataset, masked_token
-
-    def __getitem__(self, index: int) -> Batch:
+    def __getitem__(self, index: int) -> Samples:
         return self.__getitems__([index])
 
-    def __getitems__(self, indices: list[int]) -> Batch:
-        return make_batch(np.stack([self.dataset[i] for i in indices]), indices, self.masked_token)
+    def __getitems__(self, indices: list[int]) -> Samples:
+        return read_samples(self.dataset, indices), indices
 
 
 def _unchanged(batch: Any) -> Any:
-    return batch  # __getitems__ made the whole batch
+    return batch  # __getitems__ read the whole micro-batch
 
 
 def _ignore_signals(_: int) -> None:
@@ -70,8 +106,7 @@ def build_loader(
     data_parallel_rank: int,
     data_parallel_size: int,
     num_workers: int = 2,
-    eod_mask_loss: bool = False,
-    eod: int | None = None,
+    boundaries: DocumentBoundaries = PLAIN,
     pin_memory: bool = False,
 ) -> Generator[Batch]:
     """Micro-batches for one data-parallel rank, from ``consumed_samples`` to the end of the dataset.
@@ -79,32 +114,33 @@ def build_loader(
     The iterator never just stops: a DataError with the numbers comes where the data ends.
 
     Raises:
-        DataError: nothing is left, at once or at the end; ``eod_mask_loss`` without an end-of-document token.
+        DataError: nothing is left, at once or at the end.
     """
-    if eod_mask_loss and eod is None:
-        raise DataError("--eod-mask-loss needs a tokenizer with an end-of-document token; this one has none")
     sampler = MicroBatchSampler(
         len(dataset), consumed_samples, micro_batch_size, data_parallel_rank, data_parallel_size
     )
     loader = DataLoader(
-        _Batches(dataset, eod if eod_mask_loss else None),
+        _MicroBatches(dataset),
         batch_sampler=sampler,
         num_workers=num_workers,
         collate_fn=_unchanged,
-        pin_memory=pin_memory,
         worker_init_fn=_ignore_signals,
     )
-    return _until_the_end(loader, dataset.name, sampler)
+    return _until_the_end(loader, dataset.name, sampler, boundaries, pin_memory)
 
 
-def _until_the_end(loader: DataLoader, name: str, sampler: MicroBatchSampler) -> Generator[Batch]:
-    batches = iter(loader)
+def _until_the_end(
+    loader: DataLoader, name: str, sampler: MicroBatchSampler, boundaries: DocumentBoundaries, pin_memory: bool
+) -> Generator[Batch]:
+    micro_batches = iter(loader)
     try:
-        yield from batches
+        for samples, numbers in micro_batches:
+            batch = make_batch(samples, numbers, boundaries)
+            yield batch.pin_memory() if pin_memory else batch
     finally:
         # Workers ignore the signal that multiprocessing would end them with: a run that fails must not wait for them.
         if loader.num_workers > 0:
-            batches._shutdown_workers()  # type: ignore[attr-defined]
+            micro_batches._shutdown_workers()  # type: ignore[attr-defined]
     read = sampler.consumed_samples + len(sampler) * sampler.group
     raise DataError(
         f"the {name} data ends: {read} of {sampler.total_samples} samples are consumed and the next {sampler.group} "

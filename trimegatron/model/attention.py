@@ -5,15 +5,50 @@ Legend: s sequence, b micro-batch, h hidden, n heads on this rank, d head size, 
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trimegatron.kernels import functional
 from trimegatron.model.spec import GPTSpec
 from trimegatron.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+
+MASKED_SDPA = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""All but cuDNN: with an explicit mask its backward gave NaN on H100 and H200 (PyTorch issue 196678). The first takes
+masks on a CPU only."""
+
+
+class DocumentMask:
+    """Causal attention that does not look before the start of the query's own document: query i sees the keys
+    document_starts[i] … i.
+
+    One object serves all layers, so that a form is made once and kept once for backward.
+
+    Args:
+        document_starts: int64 [b, s].
+    """
+
+    def __init__(self, document_starts: torch.Tensor):
+        self.document_starts = document_starts
+        self._bias: torch.Tensor | None = None
+
+    @functools.cached_property
+    def hidden(self) -> torch.Tensor:
+        """bool [b, 1, s, s], True where the query does not see the key."""
+        position = torch.arange(self.document_starts.shape[1], device=self.document_starts.device)
+        return ((position > position[:, None]) | (position < self.document_starts[:, :, None])).unsqueeze(1)
+
+    def bias(self, dtype: torch.dtype) -> torch.Tensor:
+        """0 and −∞ [b, 1, s, s], to add to the scores: what torch's attention would make of a bool mask, anew in every
+        layer."""
+        if self._bias is None or self._bias.dtype != dtype:
+            zeros = torch.zeros(self.hidden.shape, dtype=dtype, device=self.hidden.device)
+            self._bias = zeros.masked_fill_(self.hidden, -math.inf)
+        return self._bias
 
 
 class SelfAttention(nn.Module):
@@ -51,11 +86,13 @@ class SelfAttention(nn.Module):
     def output_bias(self) -> nn.Parameter:
         return self.dense.bias
 
-    def forward(self, x: torch.Tensor, sample_numbers: torch.Tensor | None) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, sample_numbers: torch.Tensor | None, mask: DocumentMask | None = None
+    ) -> torch.Tensor:
         s, b, _ = x.shape
         qkv = self.query_key_value(x).view(s, b, self.num_heads, 3, self.head_size)
         q, k, v = (part.permute(1, 2, 0, 3) for part in qkv.unbind(dim=3))  # each [b, n, s, d]
-        context = self.core(q, k, v, sample_numbers)  # [b, n, s, d]
+        context = self.core(q, k, v, sample_numbers, mask)  # [b, n, s, d]
         return self.dense(context.permute(2, 0, 1, 3).reshape(s, b, self.num_heads * self.head_size))
 
 
@@ -82,14 +119,25 @@ class AttentionCore(nn.Module):
         self.kernels = spec.kernels
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sample_numbers: torch.Tensor | None
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sample_numbers: torch.Tensor | None,
+        mask: DocumentMask | None = None,
     ) -> torch.Tensor:
         drops = self.training and self.dropout > 0.0
         if self.backend == "sdpa" or (self.backend == "auto" and not drops):
             assert not drops, "refused when the configuration is built"
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
+            if mask is None:
+                return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
+            with sdpa_kernel(MASKED_SDPA):
+                return F.scaled_dot_product_attention(q, k, v, attn_mask=mask.bias(q.dtype), scale=self.scale)
         scores = torch.matmul(q * (self.scale / self.score_divisor), k.transpose(-1, -2))  # [b, n, s, s]
-        probabilities = functional.scaled_causal_softmax(scores, self.score_divisor, impl=self.kernels)
+        if mask is None:
+            probabilities = functional.scaled_causal_softmax(scores, self.score_divisor, impl=self.kernels)
+        else:
+            probabilities = functional.scaled_masked_softmax(scores, mask.hidden, self.score_divisor, impl=self.kernels)
         if drops:
             assert sample_numbers is not None, "dropout masks are a function of the sample numbers"
             probabilities = functional.attention_dropout(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from trimegatron.kernels import functional
@@ -21,7 +22,7 @@ class PositionEmbedding(nn.Module):
 
 
 class GPTEmbedding(nn.Module):
-    """dropout(word[token] + position[0 … s−1]): tokens [b, s] -> [s, b, h].
+    """dropout(word[token] + position[0 … s−1, or position_ids]): tokens [b, s] -> [s, b, h].
 
     Without positions it only holds the word table, for a head that is tied to it on another stage.
     """
@@ -43,11 +44,17 @@ class GPTEmbedding(nn.Module):
         self.seed = spec.seed
         self.kernels = spec.kernels
 
-    def forward(self, tokens: torch.Tensor, sample_numbers: torch.Tensor | None) -> torch.Tensor:
+    def forward(
+        self, tokens: torch.Tensor, sample_numbers: torch.Tensor | None, position_ids: torch.Tensor | None = None
+    ) -> torch.Tensor:
         words = self.word_embeddings(tokens).transpose(0, 1)  # [s, b, h]
-        positions = self.position_embeddings.weight[: words.shape[0]]  # [s, h]
+        table = self.position_embeddings.weight
+        if position_ids is None:
+            positions = table[: words.shape[0]].unsqueeze(1)  # [s, 1, h]
+        else:
+            positions = F.embedding(position_ids.transpose(0, 1), table)  # [s, b, h]
         return functional.bias_dropout_add(
-            (words + positions.unsqueeze(1)).contiguous(),
+            (words + positions).contiguous(),
             None,
             None,
             p=self.dropout,

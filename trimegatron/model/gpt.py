@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from trimegatron.model.attention import DocumentMask
 from trimegatron.model.embedding import GPTEmbedding
 from trimegatron.model.layer import TransformerLayer
 from trimegatron.model.norm import LayerNorm
@@ -41,6 +42,8 @@ class GPTStage(nn.Module):
         labels: torch.Tensor | None = None,
         loss_mask: torch.Tensor | None = None,
         sample_numbers: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        document_starts: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Tokens [b, s], or the previous stage's [s, b, h] -> [s, b, h]; on the last stage the loss, or without
         labels the logits.
@@ -49,14 +52,18 @@ class GPTStage(nn.Module):
             labels: [b, s], the token after each.
             loss_mask: [b, s], 1 where the loss counts.
             sample_numbers: [b] int64, which samples of the run these are; needed where there is dropout.
+            position_ids: [b, s] int64, rows of the position table; 0 … s − 1 without them.
+            document_starts: [b, s] int64, the first position each query may see; 0 without them. Every stage needs
+                them. Dropout masks stay those of the position in the sample.
 
         Returns:
             On the last stage the sum of the losses of all unmasked tokens (fp32 scalar), or the logits [s, b, v].
         """
         if self.is_first:
-            x = self.embedding(x, sample_numbers)
+            x = self.embedding(x, sample_numbers, position_ids)
+        mask = None if document_starts is None else DocumentMask(document_starts)
         for layer in self.layers.values():
-            x = layer(x, sample_numbers)
+            x = layer(x, sample_numbers, mask)
         return self.head(x, labels, loss_mask) if self.is_last else x
 
     def head(self, x: torch.Tensor, labels: torch.Tensor | None, loss_mask: torch.Tensor | None) -> torch.Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from trimegatron.kernels import functional
-from trimegatron.model.attention import SelfAttention
+from trimegatron.model.attention import DocumentMask, SelfAttention
 from trimegatron.model.mlp import MLP
 from trimegatron.model.norm import LayerNorm
 from trimegatron.model.spec import GPTSpec
@@ -29,8 +29,10 @@ class TransformerLayer(nn.Module):
         self.seed = spec.seed
         self.kernels = spec.kernels
 
-    def forward(self, x: torch.Tensor, sample_numbers: torch.Tensor | None) -> torch.Tensor:
-        y = self.self_attention(self.input_layernorm(x), sample_numbers)
+    def forward(
+        self, x: torch.Tensor, sample_numbers: torch.Tensor | None, mask: DocumentMask | None = None
+    ) -> torch.Tensor:
+        y = self.self_attention(self.input_layernorm(x), sample_numbers, mask)
         x = self.add(y, self.self_attention.output_bias, x, sample_numbers, functional.Site.ATTENTION_OUTPUT)
         y = self.mlp(self.post_attention_layernorm(x))
         return self.add(y, self.mlp.output_bias, x, sample_numbers, functional.Site.MLP_OUTPUT)

@@ -21,7 +21,14 @@ def run_micro_batches(
     """
     loss_sum = num_tokens = None
     for batch in batches:
-        loss = stage(batch.tokens, labels=batch.labels, loss_mask=batch.loss_mask, sample_numbers=batch.sample_numbers)
+        loss = stage(
+            batch.tokens,
+            labels=batch.labels,
+            loss_mask=batch.loss_mask,
+            sample_numbers=batch.sample_numbers,
+            position_ids=batch.position_ids,
+            document_starts=batch.document_starts,
+        )
         if backward_scale is not None:
             (loss * backward_scale).backward()
         loss, count = loss.detach(), batch.loss_mask.sum()
