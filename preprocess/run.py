@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from trimegatron.data.index_format import best_dtype
-from trimegatron.data.indexed_dataset import IndexedDatasetWriter
+from trimegatron.data.indexed_writer import IndexedDatasetWriter
 from trimegatron.errors import DataError
 from trimegatron.preprocess.config import PreprocessConfig
 from trimegatron.preprocess.encode import Encoded, Encoder

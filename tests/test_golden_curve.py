@@ -15,7 +15,8 @@ from tests.parallel import run_ranks
 from tests.runs import tiny_flags
 from trimegatron import train
 from trimegatron.config import parse_train_args
-from trimegatron.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from trimegatron.data.indexed_dataset import IndexedDataset
+from trimegatron.data.indexed_writer import IndexedDatasetWriter
 from trimegatron.data_parallel.buffer import ParameterBuffer
 from trimegatron.mesh import close_mesh, init_mesh, select_device
 from trimegatron.tokenizer import build_tokenizer
