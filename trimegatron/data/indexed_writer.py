@@ -46,6 +46,7 @@ class IndexedDatasetWriter:
         impl: ``mmap``, or ``lazy`` or ``cached``, which are written alike.
         folder: an existing working folder on the same disk, which is the caller's to remove; a temporary one beside
             the target when not given.
+        metadata: of ``.meta.json``; there is none without.
         at: go on from here, in a ``folder`` that was left behind; what lies there beyond it is cut off.
     """
 
@@ -55,10 +56,11 @@ class IndexedDatasetWriter:
         dtype: np.dtype | str,
         impl: str = "mmap",
         *,
+        metadata: dict[str, Any] | None = None,
         folder: Path | None = None,
         at: Written | None = None,
     ) -> None:
-        self.prefix, self.impl = Path(prefix), impl
+        self.prefix, self.impl, self.metadata = Path(prefix), impl, metadata
         self.dtype = np.dtype(dtype).newbyteorder("<")
         self._owned = folder is None
         self.folder = folder or Path(tempfile.mkdtemp(dir=self.prefix.parent, prefix=f".{self.prefix.name}."))
@@ -105,22 +107,22 @@ class IndexedDatasetWriter:
             os.fsync(file.fileno())
         return self.written
 
-    def finish(self, metadata: dict[str, Any] | None = None) -> None:
+    def finish(self) -> None:
         """Write the index (and the metadata) and put the files in their places, replacing what was there."""
-        self.prepare(metadata)
+        self.prepare()
         publish(self.folder, self.prefix)
         if self._owned:
             shutil.rmtree(self.folder)
 
-    def prepare(self, metadata: dict[str, Any] | None = None) -> None:
+    def prepare(self) -> None:
         """Complete the files in the working folder; ``publish`` puts them in their places."""
         self.sync()
-        with self._path("idx").open("wb") as file:
-            (self._write_mmap_index if self.impl == "mmap" else self._write_legacy_index)(file)
-            file.flush()
-            os.fsync(file.fileno())
-        if metadata is not None:
-            self._path("meta.json").write_text(pack_metadata(metadata), "utf-8")
+        with self._path("idx").open("wb") as index:
+            (self._write_mmap_index if self.impl == "mmap" else self._write_legacy_index)(index)
+            index.flush()
+            os.fsync(index.fileno())
+        if self.metadata is not None:
+            self._path("meta.json").write_text(pack_metadata(self.metadata), "utf-8")
         for file in self._files.values():
             file.close()
         for kind in ("sizes", "documents"):
@@ -147,7 +149,7 @@ class IndexedDatasetWriter:
         self._copy("documents", "<i8", file)
 
     def _starts(self) -> Iterator[np.ndarray]:
-        """Token offsets of the sequences, int64, some at a time: of k sequences k + 1, the last where the next begins."""
+        """Token offsets of the sequences, int64, a block at a time: of k sequences k + 1, the last being the end."""
         position = 0
         for sizes in _read(self._path("sizes"), "<i4"):
             offsets = np.concatenate(([0], sizes.cumsum(dtype="<i8"))) + position
