@@ -115,7 +115,10 @@ class IndexedDatasetWriter:
             shutil.rmtree(self.folder)
 
     def prepare(self) -> None:
-        """Complete the files in the working folder; ``publish`` puts them in their places."""
+        """Complete the files in the working folder; ``publish`` puts them in their places.
+
+        Nothing is removed: until the caller has noted it, all this can be done again.
+        """
         self.sync()
         with self._path("idx").open("wb") as index:
             (self._write_mmap_index if self.impl == "mmap" else self._write_legacy_index)(index)
@@ -125,8 +128,6 @@ class IndexedDatasetWriter:
             self._path("meta.json").write_text(pack_metadata(self.metadata), "utf-8")
         for file in self._files.values():
             file.close()
-        for kind in ("sizes", "documents"):
-            self._path(kind).unlink()
 
     def _write_mmap_index(self, file: BinaryIO) -> None:
         file.write(Header(self.dtype, self.written.sequences, self.written.documents + 1).pack())
