@@ -36,6 +36,23 @@ class Report:
         )
 
 
+class _Documents:
+    """How many there are, and the first of them; shown as ``3 documents (7, 9, 11)``."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.first: list[int] = []
+
+    def add(self, document: int) -> None:
+        self.count += 1
+        if len(self.first) < _SHOWN:
+            self.first.append(document)
+
+    def __str__(self) -> str:
+        more = ", …" if self.count > _SHOWN else ""
+        return f"{self.count:,} documents ({', '.join(map(str, self.first))}{more})"
+
+
 def check(prefix: str, vocab_size: int | None = None, eod: int | None = None) -> Report:
     """Read all of a set: sizes of the pair, ids against the vocabulary, ends, empty and repeated documents.
 
@@ -58,31 +75,33 @@ def check(prefix: str, vocab_size: int | None = None, eod: int | None = None) ->
         f"{documents:,} documents, {len(data):,} sequences, {data.num_tokens:,} tokens of {data.dtype.name}"
         + (f", made by Megatron's rules of {compat}" if compat else "")
     )
-    seen: dict[bytes, int] = {}
-    empty, outside, endless, repeated = [], [], [], []
+    digests = np.zeros(documents, np.uint64)
+    empty, outside, endless, repeated = _Documents(), _Documents(), _Documents(), _Documents()
     largest = -1
     for k, tokens in _documents(data):
         if not len(tokens):
-            empty.append(k)
+            empty.add(k)
             continue
         largest = max(largest, int(tokens.max()))
         if int(tokens.min()) < 0 or (vocab_size is not None and int(tokens.max()) >= vocab_size):
-            outside.append(k)
+            outside.add(k)
         if eod is not None and tokens[-1] != eod:
-            endless.append(k)
-        digest = hashlib.blake2b(tokens.tobytes(), digest_size=8).digest()
-        if seen.setdefault(digest, k) != k:
-            repeated.append(k)
+            endless.add(k)
+        digests[k] = int.from_bytes(hashlib.blake2b(tokens.tobytes(), digest_size=8).digest()) or 1
+    order = digests.argsort(kind="stable")
+    again = (digests[order][1:] == digests[order][:-1]) & (digests[order][1:] != 0)  # 0: empty
+    for k in np.sort(order[1:][again]).tolist():
+        repeated.add(k)
     if vocab_size is None:
         report.notes.append(f"largest id {largest}; give --vocab-size, or a tokenizer, to check it")
-    if outside:
-        report.errors.append(f"ids outside the vocabulary 0..{(vocab_size or 0) - 1} in {_name(outside)}")
-    if empty:
-        report.notes.append(f"no tokens in {_name(empty)}")
-    if endless:
-        report.notes.append(f"no end token {eod} at the end of {_name(endless)}")
-    if repeated:
-        report.notes.append(f"the same as an earlier document: {_name(repeated)}")
+    if outside.count:
+        report.errors.append(f"ids outside the vocabulary 0..{(vocab_size or 0) - 1} in {outside}")
+    if empty.count:
+        report.notes.append(f"no tokens in {empty}")
+    if endless.count:
+        report.notes.append(f"no end token {eod} at the end of {endless}")
+    if repeated.count:
+        report.notes.append(f"the same as an earlier document: {repeated}")
     return report
 
 
@@ -102,9 +121,3 @@ def show(prefix: str, tokenizer: Tokenizer, first: int, count: int) -> Iterator[
 def _documents(data: IndexedDataset) -> Iterator[tuple[int, np.ndarray]]:
     for k in range(len(data.document_indices) - 1):
         yield k, tokens_of(data, int(data.document_indices[k]), int(data.document_indices[k + 1]))
-
-
-def _name(documents: list[int]) -> str:
-    """``3 documents (7, 9, 11)``."""
-    more = ", …" if len(documents) > _SHOWN else ""
-    return f"{len(documents):,} documents ({', '.join(map(str, documents[:_SHOWN]))}{more})"

@@ -9,9 +9,10 @@ from typing import NamedTuple
 import numpy as np
 
 from trimegatron.errors import DataError
+from trimegatron.long_text import LongText
 from trimegatron.preprocess.engine import Engine
 from trimegatron.preprocess.reader import Chunk
-from trimegatron.preprocess.records import BadLine, parse_line
+from trimegatron.preprocess.records import LONG, BadLine, Text, parse_line, parse_long_line
 from trimegatron.preprocess.sentences import SentenceSplitter
 
 
@@ -73,21 +74,23 @@ class Encoder:
             keys = [self._encode([document[k] for document in good]) for k in range(len(self.keys))]
         return Result(keys, sorted(rejects))
 
-    def _parse(self, chunk: Chunk) -> tuple[list[list[list[str]]], list[int], list[Reject]]:
+    def _parse(self, chunk: Chunk) -> tuple[list[list[list[Text]]], list[int], list[Reject]]:
         """Texts by document and key, the line of each document, and the lines that have none."""
-        documents: list[list[list[str]]] = []
+        documents: list[list[list[Text]]] = []
         numbers: list[int] = []
         rejects: list[Reject] = []
         chunk.lines.reverse()
+        long_texts = self.engine.splits and self.splitter is None
         for number in chunk.numbers:
             raw = chunk.lines.pop()  # so that a long line does not stay beside its text
             try:
-                document = parse_line(raw, number, self.keys)
+                parse = parse_long_line if long_texts and len(raw) > LONG else parse_line
+                document = parse(raw, number, self.keys)
             except BadLine as error:
                 self._refuse(chunk, number, str(error), raw, rejects)
                 continue
             if self.splitter is not None:
-                document = [[part for text in texts for part in self.splitter(text)] for texts in document]
+                document = [[part for text in texts for part in self.splitter(str(text))] for texts in document]
             documents.append(document)
             numbers.append(number)
         return documents, numbers, rejects
@@ -97,10 +100,10 @@ class Encoder:
             raise DataError(f"{chunk.path}:{number}: {reason}") from None
         rejects.append(Reject(number, reason, raw))
 
-    def _encode(self, documents: list[list[str]]) -> Encoded:
+    def _encode(self, documents: list[list[Text]]) -> Encoded:
         counts = [len(document) for document in documents]
         texts = [sentence for document in documents for sentence in document]
-        text_bytes = sum(len(text) if text.isascii() else len(text.encode()) for text in texts)
+        text_bytes = sum(map(_utf8_bytes, texts))
         owners = np.repeat(np.arange(len(documents)), counts)
         tokens, lengths = self.engine.encode(texts, self.dtype)
         owners, lengths = owners[lengths > 0], lengths[lengths > 0]
@@ -112,8 +115,8 @@ class Encoder:
         return Encoded(tokens, lengths, sequences, text_bytes)
 
     def _filter(
-        self, chunk: Chunk, documents: list[list[list[str]]], numbers: list[int], rejects: list[Reject]
-    ) -> list[list[list[str]]]:
+        self, chunk: Chunk, documents: list[list[list[Text]]], numbers: list[int], rejects: list[Reject]
+    ) -> list[list[list[Text]]]:
         """The documents without those that the tokenizer itself refuses."""
         good = []
         for document, number in zip(documents, numbers, strict=True):
@@ -125,3 +128,9 @@ class Encoder:
             else:
                 good.append(document)
         return good
+
+
+def _utf8_bytes(text: Text) -> int:
+    if isinstance(text, LongText):
+        return text.num_bytes
+    return len(text) if text.isascii() else len(text.encode())

@@ -15,6 +15,7 @@ import numpy as np
 
 from trimegatron import byte_level
 from trimegatron.errors import ConfigError
+from trimegatron.long_text import LongText
 from trimegatron.tokenizer import BPETokenizer, NullTokenizer, Tokenizer
 
 ENGINES = ("auto", "gigatoken", "tokenizers")
@@ -38,8 +39,10 @@ class Engine(Protocol):
     name: str
     threaded: bool
     """One process uses all cores: the work is done outside the interpreter."""
+    splits: bool
+    """Takes a LongText."""
 
-    def encode(self, texts: Sequence[str], dtype: Any = np.int32) -> tuple[np.ndarray, np.ndarray]:
+    def encode(self, texts: Sequence[str | LongText], dtype: Any = np.int32) -> tuple[np.ndarray, np.ndarray]:
         """All ids in one array, no special token added, and the number of ids of each text, int32 [texts]."""
         ...
 
@@ -52,8 +55,9 @@ class TokenizersEngine:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self.name = "tokenizers" if isinstance(tokenizer, BPETokenizer) else tokenizer.type
+        self.splits = tokenizer.type == "GPT2BPETokenizer"
 
-    def encode(self, texts: Sequence[str], dtype: Any = np.int32) -> tuple[np.ndarray, np.ndarray]:
+    def encode(self, texts: Sequence[str | LongText], dtype: Any = np.int32) -> tuple[np.ndarray, np.ndarray]:
         return self.tokenizer.encode_flat(texts, dtype)
 
 
@@ -73,6 +77,7 @@ class GigatokenEngine:
         self, definition: str, cut: Callable[[str, int], Iterable[str]] | None = None, parallel: bool = True
     ) -> None:
         self.definition, self.cut, self.parallel = definition, cut, parallel
+        self.splits = cut is not None
         self._backend = self._build()
 
     def _build(self) -> Any:
@@ -88,18 +93,21 @@ class GigatokenEngine:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]
 
-    def encode(self, texts: Sequence[str], dtype: Any = np.int32) -> tuple[np.ndarray, np.ndarray]:
-        if self.cut is None or max(map(len, texts), default=0) <= _PIECE:
-            self._count(sum(map(len, texts)))
-            ids, lengths = _arrays(self._backend.encode_batch(list(texts), parallel=self.parallel))
-            return ids.astype(dtype), lengths
-        parts, lengths = [np.empty(0, dtype)], np.zeros(len(texts), np.int32)
+    def encode(self, texts: Sequence[str | LongText], dtype: Any = np.int32) -> tuple[np.ndarray, np.ndarray]:
+        short = [text for text in texts if isinstance(text, str) and (self.cut is None or len(text) <= _PIECE)]
+        if len(short) == len(texts):
+            self._count(sum(map(len, short)))
+            batch, lengths = _arrays(self._backend.encode_batch(short, parallel=self.parallel))
+            return batch.astype(dtype), lengths
+        assert self.cut is not None
+        ids, lengths = bytearray(), np.zeros(len(texts), np.int32)  # bytes, which grow without a second copy
         for k, text in enumerate(texts):
-            for piece in self.cut(text, _PIECE):
+            for piece in self.cut(text, _PIECE) if isinstance(text, str) else text:
                 self._count(len(piece))
-                parts.append(self._backend.encode(piece).astype(dtype))
-                lengths[k] += len(parts[-1])
-        return np.concatenate(parts), lengths
+                part = self._backend.encode(piece)
+                ids += part.astype(dtype).data
+                lengths[k] += len(part)
+        return np.frombuffer(ids, dtype), lengths
 
     def _count(self, characters: int) -> None:
         """Bound the cache. Other threads may still hold the old backend; they finish with it."""

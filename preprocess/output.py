@@ -12,6 +12,8 @@ from trimegatron.data.indexed_writer import IndexedDatasetWriter, Written
 from trimegatron.preprocess.encode import Encoded
 from trimegatron.preprocess.shuffle import Documents, Shuffler, document_keys
 
+_AT_ONCE = 1 << 20  # tokens looked at: numpy makes eight bytes of each
+
 
 @dataclass
 class Counts:
@@ -78,7 +80,8 @@ class Output:
         """Take the documents of a chunk, in the order of the input."""
         first = self.counts.documents
         self.counts.add(encoded)
-        self.used[encoded.tokens] = True
+        for start in range(0, len(encoded.tokens), _AT_ONCE):
+            self.used[encoded.tokens[start : start + _AT_ONCE]] = True
         sequences = encoded.sequences
         kept = sequences > 0 if self.drop_empty else slice(None)
         if self.shuffler is None:

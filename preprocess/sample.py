@@ -33,7 +33,7 @@ def _texts_at(source: Source, offset: int, keys: Sequence[str]) -> list[str]:
     texts: list[str] = []
     for raw in whole:
         try:
-            texts += [text[:_SPOT_CHARACTERS] for sentences in parse_line(raw, 0, keys) for text in sentences]
+            texts += [str(text)[:_SPOT_CHARACTERS] for sentences in parse_line(raw, 0, keys) for text in sentences]
         except BadLine:
             continue  # reported when its turn comes
         if sum(map(len, texts)) >= _SPOT_CHARACTERS:

@@ -81,7 +81,7 @@ class _Texts:
                     except BadLine as error:
                         raise DataError(f"{chunk.path}:{number}: {error}") from None
                     for sentences in texts:
-                        yield from sentences
+                        yield from map(str, sentences)
         except DataError as error:
             self.error = error
             raise

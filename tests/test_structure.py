@@ -20,6 +20,7 @@ LEVELS: list[set[str]] = [
         "mesh",
         "tokenizer",
         "byte_level",
+        "long_text",
         "data.indexed_dataset",
         "data.indexed_writer",
         "data.indices",

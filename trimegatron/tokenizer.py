@@ -19,6 +19,7 @@ from trimegatron import byte_level
 from trimegatron.byte_level import END_OF_TEXT, attempt
 from trimegatron.errors import ConfigError, DataError
 from trimegatron.files import sync_file
+from trimegatron.long_text import LongText
 
 TOKENIZER_TYPES = ("GPT2BPETokenizer", "HuggingFaceTokenizer", "NullTokenizer")
 _BATCH, _PIECE = 1 << 20, 1 << 18  # characters
@@ -42,8 +43,8 @@ class Tokenizer(Protocol):
         """Ids of each text."""
         ...
 
-    def encode_flat(self, texts: Sequence[str], dtype: Any = np.int32) -> tuple[np.ndarray, np.ndarray]:
-        """All ids in one array, and the number of ids of each text, int32 [texts]."""
+    def encode_flat(self, texts: Sequence[str | LongText], dtype: Any = np.int32) -> tuple[np.ndarray, np.ndarray]:
+        """All ids in one array, and the number of ids of each text, int32 [texts]. LongText is for GPT2BPETokenizer."""
         ...
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -99,7 +100,7 @@ class BPETokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [e.ids for e in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)]
 
-    def encode_flat(self, texts: Sequence[str], dtype: Any = np.int32) -> tuple[np.ndarray, np.ndarray]:
+    def encode_flat(self, texts: Sequence[str | LongText], dtype: Any = np.int32) -> tuple[np.ndarray, np.ndarray]:
         # The library takes some 160 bytes per byte of text while it encodes, so it gets about a megabyte at a time.
         tokens, totals = [np.empty(0, dtype)], np.zeros(len(texts), np.int32)
         for pieces, owners in _batches(texts, split=self.type == "GPT2BPETokenizer"):
@@ -155,8 +156,8 @@ class NullTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [self.encode(text) for text in texts]
 
-    def encode_flat(self, texts: Sequence[str], dtype: Any = np.int32) -> tuple[np.ndarray, np.ndarray]:
-        return _flatten(self.encode_batch(texts), dtype)
+    def encode_flat(self, texts: Sequence[str | LongText], dtype: Any = np.int32) -> tuple[np.ndarray, np.ndarray]:
+        return _flatten([self.encode(text) for text in texts if isinstance(text, str)], dtype)
 
     def token_bytes(self) -> np.ndarray | None:
         return None
@@ -266,13 +267,16 @@ def _need(tokenizer_type: str, flag: str, value: str | Path | None, folder: bool
     return path
 
 
-def _batches(texts: Sequence[str], split: bool) -> Iterator[tuple[list[str], list[int]]]:
+def _batches(texts: Sequence[str | LongText], split: bool) -> Iterator[tuple[list[str], list[int]]]:
     """Texts, or with ``split`` pieces of long ones, about ``_BATCH`` characters at a time, and the text of each."""
     batch: list[str] = []
     owners: list[int] = []
     total = 0
     for k, text in enumerate(texts):
-        for piece in byte_level.split_long(text, _PIECE) if split else (text,):
+        pieces: Iterable[str] = text if isinstance(text, LongText) else (text,)
+        if split:
+            pieces = (part for piece in pieces for part in byte_level.split_long(piece, _PIECE))
+        for piece in pieces:
             if batch and total + len(piece) > _BATCH:
                 yield batch, owners
                 batch, owners, total = [], [], 0

@@ -20,9 +20,9 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "data"
 Documents = list[list[list[int]]]
 
 
-def write(prefix: Path, documents: Documents, dtype: str = "uint16", **metadata: object) -> str:
+def write(prefix: Path, content: Documents, dtype: str = "uint16", **metadata: object) -> str:
     with IndexedDatasetWriter(prefix, dtype, metadata=metadata or None) as writer:
-        for document in documents:
+        for document in content:
             writer.add_document([t for s in document for t in s], [len(s) for s in document])
     return str(prefix)
 

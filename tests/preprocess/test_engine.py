@@ -12,10 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trimegatron import long_text
 from trimegatron.errors import ConfigError
+from trimegatron.long_text import LongText
 from trimegatron.preprocess import engine as engines
+from trimegatron.preprocess import records
+from trimegatron.preprocess.encode import Encoder
 from trimegatron.preprocess.engine import PROBES, GigatokenEngine, TokenizersEngine, choose_engine
 from trimegatron.preprocess.inputs import Source
+from trimegatron.preprocess.reader import Chunk, Place
 from trimegatron.preprocess.sample import sample_texts
 from trimegatron.tokenizer import NullTokenizer, Tokenizer, build_tokenizer
 
@@ -142,3 +147,39 @@ def test_the_sample_is_spread_over_the_input(tmp_path: Path) -> None:
     (tmp_path / "b").write_text(json.dumps({"t": "y" * 2_000_000}))  # no whole line fits
     assert set("".join(sample_texts([Source(tmp_path / "b")], ["t"]))) <= set('{"t": y}')
     assert sample_texts([Source(tmp_path / "a"), Source(tmp_path / "b")], ["t"])[: len(texts) // 4] != []
+
+
+@pytest.mark.parametrize("engine", ["tokenizers", pytest.param("gigatoken", marks=needs_gigatoken)])
+def test_long_lines_in_pieces_give_the_same_tokens(
+    tokenizer: Tokenizer, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(records, "LONG", 400)
+    monkeypatch.setattr("trimegatron.preprocess.encode.LONG", 400)
+    monkeypatch.setattr(long_text, "PIECE", 20)
+    found, _ = choose_engine(engine, tokenizer, lambda: [], 1)
+    encoder = Encoder(["t", "u"], found, np.dtype("int32"), None, skip=True)
+    text = "".join(f"{word} x{k}\n  \\n \u00e9 \U0001f600 {word}" for k, word in enumerate(WORDS * 4))
+    rows = [{"t": text, "u": "short"}, {"t": ["a", text, "b"], "u": text[:300]}, {"t": "x" * 999, "u": ""}]
+    raw = [json.dumps(row, ensure_ascii=k % 2 == 0).encode() for k, row in enumerate(rows)]
+    raw.append(b'{"t": "other", "t": ' + json.dumps(text).encode() + b', "u": "v"}')
+    assert isinstance(records.parse_long_line(raw[0], 1, ["t"])[0][0], LongText)
+    assert len(list(records.parse_long_line(raw[0], 1, ["t"])[0][0])) > 20
+    bad = b"y " * 400
+    raw += [
+        b'{"t": "%b\\ud83d", "u": ""}' % bad,
+        b'{"t": "%b\xff", "u": ""}' % bad,
+        b'{"t": "%b\n", "u": ""}' % bad,
+        b'{"t": "%b\\x", "u": ""}' % bad,
+        b'{"t": "", "u": "", "v": "%b\xff"}' % bad,
+        b'{"t": "%b", "u": "\\udfff0"}' % bad,
+        b'{"t": "%b}' % bad,
+        b'{"t": "%b"}' % bad,
+    ]
+    result = encoder(Chunk(Path("x"), range(1, len(raw) + 1), list(raw), 0, Place(), 1.0))
+    monkeypatch.setattr(records, "LONG", 1 << 30)
+    monkeypatch.setattr("trimegatron.preprocess.encode.LONG", 1 << 30)
+    whole = encoder(Chunk(Path("x"), range(1, len(raw) + 1), list(raw), 0, Place(), 1.0))
+    assert [reject.number for reject in result.rejects] == list(range(5, 13))
+    assert result.rejects == whole.rejects
+    for pieces, at_once in zip(result.keys, whole.keys, strict=True):
+        assert [np.asarray(part).tolist() for part in pieces] == [np.asarray(part).tolist() for part in at_once]
