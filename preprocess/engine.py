@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -78,14 +79,17 @@ class GigatokenEngine:
     ) -> None:
         self.definition, self.cut, self.parallel = definition, cut, parallel
         self.splits = cut is not None
-        self._backend = self._build()
+        # One thread at a time encodes (on all cores), so that a cache thrown away is really gone.
+        self._lock = threading.Lock()
+        self._backend: Any = None
+        self._build()
 
-    def _build(self) -> Any:
+    def _build(self) -> None:
         from gigatoken import Tokenizer as Backend
 
-        backend = Backend.from_json(self.definition)
+        self._backend = None  # first, so that there are never two caches
+        self._backend = Backend.from_json(self.definition)
         self._memory, self._characters = resident_bytes(), 0
-        return backend
 
     def __getstate__(self) -> dict[str, Any]:
         return {"definition": self.definition, "cut": self.cut, "parallel": False}  # unpickled in a worker process
@@ -96,25 +100,28 @@ class GigatokenEngine:
     def encode(self, texts: Sequence[str | LongText], dtype: Any = np.int32) -> tuple[np.ndarray, np.ndarray]:
         short = [text for text in texts if isinstance(text, str) and (self.cut is None or len(text) <= _PIECE)]
         if len(short) == len(texts):
-            self._count(sum(map(len, short)))
-            batch, lengths = _arrays(self._backend.encode_batch(short, parallel=self.parallel))
+            with self._lock:
+                self._bound_cache(sum(map(len, short)))
+                encoded = self._backend.encode_batch(short, parallel=self.parallel)
+            batch, lengths = _arrays(encoded)
             return batch.astype(dtype), lengths
         assert self.cut is not None
         ids, lengths = bytearray(), np.zeros(len(texts), np.int32)  # bytes, which grow without a second copy
         for k, text in enumerate(texts):
             for piece in self.cut(text, _PIECE) if isinstance(text, str) else text:
-                self._count(len(piece))
-                part = self._backend.encode(piece)
+                with self._lock:
+                    self._bound_cache(len(piece))
+                    part = self._backend.encode(piece)
                 ids += part.astype(dtype).data
                 lengths[k] += len(part)
         return np.frombuffer(ids, dtype), lengths
 
-    def _count(self, characters: int) -> None:
-        """Bound the cache. Other threads may still hold the old backend; they finish with it."""
+    def _bound_cache(self, characters: int) -> None:
+        """Start with an empty cache when it has grown large (65 ms for GPT-2's vocabulary)."""
         self._characters += characters
         memory = resident_bytes()
         if memory - self._memory > _CACHE_BYTES or (not memory and self._characters > _CHECK_EVERY):
-            self._backend = self._build()
+            self._build()
 
 
 def _arrays(encoded: Any) -> tuple[np.ndarray, np.ndarray]:
