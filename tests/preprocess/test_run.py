@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+import gzip
 import json
+import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -271,3 +274,32 @@ def test_command_of_the_blog(
     assert Path("other_content_document.bin").read_bytes() == Path("codeparrot_content_document.bin").read_bytes()
     with pytest.raises(ConfigError, match="--output-prefx"):
         main(["--output-prefx", "x"])
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_packed_files_by_glob_or_folder_give_the_bytes_of_the_whole(tmp_path: Path, workers: int) -> None:
+    lines = (GOLDEN / "data" / "tiny" / "tiny.jsonl").read_bytes().splitlines(keepends=True)
+    folder = tmp_path / "parts"
+    folder.mkdir()
+    for k in range(3):
+        (folder / f"{k}.json.gz").write_bytes(gzip.compress(b"".join(lines[50 * k : 50 * k + 50])))
+    tiny = GOLDEN / "data" / "tiny"
+    for name in (folder, folder / "*.gz"):
+        run(config(name, tmp_path / "x", workers=workers))
+        assert_same(tmp_path / "x_content_document", tiny / "tiny_content_document", tiny / "tiny_new_content_document")
+
+
+def test_memory_does_not_grow_with_the_number_of_documents(tmp_path: Path) -> None:
+    code = (
+        "import resource, sys; from trimegatron.cli import main; assert main(sys.argv[1:]) == 0\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    )
+    peaks = []
+    for documents in (100_000, 400_000):
+        (tmp_path / "in").write_text('{"text": "1 2 3"}\n' * documents)
+        line = f"preprocess --input {tmp_path / 'in'} --output-prefix {tmp_path / 'x'} --append-eod --workers 1"
+        command = [sys.executable, "-c", code, *line.split(), "--tokenizer-type", "NullTokenizer", "--vocab-size", "9"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        peaks.append(int(done.stdout.split()[-1]) / 1024)
+    assert peaks[1] - peaks[0] < 8  # MiB; twelve bytes a document alone would be 3.4, Python objects fifty
+    assert IndexedDataset(tmp_path / "x_text_document").document_indices[-1] == 400_000
