@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from trimegatron.config.flags import parse
 from trimegatron.preprocess.config import PreprocessConfig
-from trimegatron.preprocess.run import run
+from trimegatron.preprocess.run import run, say
 
 
 def main(argv: Sequence[str]) -> int:
@@ -20,8 +20,10 @@ def main(argv: Sequence[str]) -> int:
         prog="trimegatron preprocess",
         description="Tokenize loose JSON into the .bin and .idx files that training reads.",
     )
+    if config.chunk_size is not None:
+        say(f"--chunk-size ({config.chunk_size}) has no effect: about a megabyte of lines is handed over at a time.")
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, _stop)  # an exception, so that unfinished files are removed
+        signal.signal(signal.SIGTERM, _stop)  # an exception, so that the run says what can be continued
     print(run(config).describe())
     return 0
 

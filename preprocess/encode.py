@@ -1,16 +1,19 @@
-"""From lines to tokens: the work of one process on one chunk."""
+"""From lines to tokens: the work on one chunk."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from trimegatron.errors import DataError
-from trimegatron.preprocess.reader import Chunk, parse_line
-from trimegatron.tokenizer import Tokenizer
+from trimegatron.long_text import LongText
+from trimegatron.preprocess.engine import Engine
+from trimegatron.preprocess.reader import Chunk
+from trimegatron.preprocess.records import LONG, BadLine, Text, parse_line, parse_long_line
+from trimegatron.preprocess.sentences import SentenceSplitter
 
 
 class Encoded(NamedTuple):
@@ -22,43 +25,112 @@ class Encoded(NamedTuple):
     text_bytes: int  # UTF-8 bytes of the texts
 
 
+class Reject(NamedTuple):
+    """A line that was left out."""
+
+    number: int
+    reason: str
+    raw: bytes
+
+
+class Result(NamedTuple):
+    """What a chunk became."""
+
+    keys: list[Encoded]
+    rejects: list[Reject]
+
+
 class Encoder:
-    """Encodes chunks of one file. A document without any token stays empty: no sequence, no end token."""
+    """Encodes chunks. A document without any token stays empty: no sequence, no end token.
+
+    Args:
+        keys: of the JSON objects.
+        engine: encodes texts.
+        dtype: the token type.
+        eod: id put behind every document that has tokens, None for none.
+        splitter: cuts texts into sentences.
+        skip: leave bad lines out instead of raising.
+    """
 
     def __init__(
-        self, path: Path, keys: Sequence[str], tokenizer: Tokenizer, dtype: np.dtype, append_eod: bool
+        self,
+        keys: Sequence[str],
+        engine: Engine,
+        dtype: np.dtype,
+        eod: int | None,
+        splitter: SentenceSplitter | None = None,
+        skip: bool = False,
     ) -> None:
-        self.path, self.keys, self.tokenizer, self.dtype = path, list(keys), tokenizer, dtype
-        self.eod = tokenizer.eod if append_eod else None
+        self.keys, self.engine, self.dtype, self.eod = list(keys), engine, dtype, eod
+        self.splitter, self.skip = splitter, skip
 
-    def __call__(self, chunk: Chunk) -> list[Encoded]:
-        """One result per key. Raises DataError with file and line."""
-        numbers = range(chunk.first_line, chunk.last_line + 1)
-        documents = [
-            parse_line(raw, self.path, number, self.keys) for number, raw in zip(numbers, chunk.lines, strict=True)
-        ]
-        return [self._encode([d[k] for d in documents], chunk.first_line) for k in range(len(self.keys))]
-
-    def _encode(self, documents: list[list[str]], first_line: int) -> Encoded:
-        texts = [sentence for document in documents for sentence in document]
-        owners = np.repeat(np.arange(len(documents)), [len(document) for document in documents])
+    def __call__(self, chunk: Chunk) -> Result:
+        """Takes the lines out of the chunk. Raises DataError with file and line."""
+        documents, numbers, rejects = self._parse(chunk)
         try:
-            tokens, lengths = self.tokenizer.encode_flat(texts)
+            keys = [self._encode([document[k] for document in documents]) for k in range(len(self.keys))]
         except DataError:
-            self._locate(texts, owners + first_line)
-            raise
+            good = self._filter(chunk, documents, numbers, rejects)
+            keys = [self._encode([document[k] for document in good]) for k in range(len(self.keys))]
+        return Result(keys, sorted(rejects))
+
+    def _parse(self, chunk: Chunk) -> tuple[list[list[list[Text]]], list[int], list[Reject]]:
+        """Texts by document and key, the line of each document, and the lines that have none."""
+        documents: list[list[list[Text]]] = []
+        numbers: list[int] = []
+        rejects: list[Reject] = []
+        chunk.lines.reverse()
+        long_texts = self.engine.splits and self.splitter is None
+        for number in chunk.numbers:
+            raw = chunk.lines.pop()  # so that a long line does not stay beside its text
+            try:
+                parse = parse_long_line if long_texts and len(raw) > LONG else parse_line
+                document = parse(raw, number, self.keys)
+            except BadLine as error:
+                self._refuse(chunk, number, str(error), raw, rejects)
+                continue
+            if self.splitter is not None:
+                document = [[part for text in texts for part in self.splitter(str(text))] for texts in document]
+            documents.append(document)
+            numbers.append(number)
+        return documents, numbers, rejects
+
+    def _refuse(self, chunk: Chunk, number: int, reason: str, raw: bytes, rejects: list[Reject]) -> None:
+        if not self.skip:
+            raise DataError(f"{chunk.path}:{number}: {reason}") from None
+        rejects.append(Reject(number, reason, raw))
+
+    def _encode(self, documents: list[list[Text]]) -> Encoded:
+        counts = [len(document) for document in documents]
+        texts = [sentence for document in documents for sentence in document]
+        text_bytes = sum(map(_utf8_bytes, texts))
+        owners = np.repeat(np.arange(len(documents)), counts)
+        tokens, lengths = self.engine.encode(texts, self.dtype)
         owners, lengths = owners[lengths > 0], lengths[lengths > 0]
         sequences = np.bincount(owners, minlength=len(documents)).astype(np.int32)
         if self.eod is not None:
             last = sequences.cumsum()[sequences > 0] - 1  # the last sequence of each document that has one
-            tokens = np.insert(tokens, lengths.cumsum()[last], self.eod)
+            tokens = np.insert(tokens, lengths.cumsum(dtype=np.int64)[last], self.eod)
             lengths[last] += 1
-        return Encoded(tokens.astype(self.dtype), lengths, sequences, sum(len(text.encode()) for text in texts))
+        return Encoded(tokens, lengths, sequences, text_bytes)
 
-    def _locate(self, texts: list[str], lines: np.ndarray) -> None:
-        """Raise again what the tokenizer raised, with the line."""
-        for text, line in zip(texts, lines.tolist(), strict=True):
+    def _filter(
+        self, chunk: Chunk, documents: list[list[list[Text]]], numbers: list[int], rejects: list[Reject]
+    ) -> list[list[list[Text]]]:
+        """The documents without those that the tokenizer itself refuses."""
+        good = []
+        for document, number in zip(documents, numbers, strict=True):
             try:
-                self.tokenizer.encode(text)
+                for texts in document:
+                    self.engine.encode(texts, self.dtype)
             except DataError as error:
-                raise DataError(f"{self.path}:{line}: {error}") from None
+                self._refuse(chunk, number, str(error), json.dumps(document).encode(), rejects)
+            else:
+                good.append(document)
+        return good
+
+
+def _utf8_bytes(text: Text) -> int:
+    if isinstance(text, LongText):
+        return text.num_bytes
+    return len(text) if text.isascii() else len(text.encode())

@@ -1,134 +1,107 @@
-"""Lines of loose JSON, read as strictly as Python's own text mode and ``json`` read them, by Megatron's rules.
-
-UTF-8 is strict. LF, CR LF and a lone CR end a line, and nothing else does (not U+2028, not U+0085). One JSON object a
-line; of a key that comes twice the last one counts; blanks around the object and a missing last line end are allowed.
+"""Lines of files, as Python's text mode cuts them: LF, CR LF and a lone CR end a line, and nothing else does (not
+U+2028, not U+0085). The last line needs no end. What a line must hold is in ``records.py``.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
 
-from trimegatron.errors import DataError
+from trimegatron.preprocess.inputs import Source
 
-_BLOCK = 1 << 20  # bytes read at a time
-_BOMS = {b"\xef\xbb\xbf": "UTF-8", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
+_BLOCK = 1 << 20  # bytes read at a time: enough for a batch of the engines, little enough to hold many
+
+
+class Place(NamedTuple):
+    """A place between two lines of the input."""
+
+    turn: int = 0  # 0 … partitions - 1: how often all files were read through before
+    file: int = 0
+    offset: int = 0  # unpacked bytes of the file before it
+    line: int = 0  # lines of the file before it
+    total: int = 0  # lines of all files before it, in this turn
+
+
+START = Place()
 
 
 class Chunk(NamedTuple):
-    """Some consecutive lines, without their line ends."""
+    """Some lines of one file, without their line ends."""
 
-    first_line: int  # counted from 1
+    path: Path
+    numbers: range  # of the lines, counted from 1
     lines: list[bytes]
-
-    @property
-    def last_line(self) -> int:
-        return self.first_line + len(self.lines) - 1
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(map(len, self.lines)) + len(self.lines)
+    num_bytes: int  # of them in the file
+    end: Place  # where reading goes on
+    done: float  # part of the whole input that is read, 0 … 1
 
 
-def read_chunks(path: Path, max_lines: int) -> Iterator[Chunk]:
-    """The lines of a file, at most ``max_lines`` and about 1 MiB at a time (a longer line makes a longer chunk)."""
-    number = 1
-    with path.open("rb") as file:
-        for block in _whole_lines(file):
-            lines = block.split(b"\n")
-            if not lines[-1]:
-                lines.pop()  # what follows the last line end is not a line
-            for start in range(0, len(lines), max_lines):
-                chunk = Chunk(number + start, lines[start : start + max_lines])
-                yield chunk
-            number += len(lines)
+def read_chunks(sources: Sequence[Source], start: Place = START, partitions: int = 1) -> Iterator[Chunk]:
+    """The lines of files, about 1 MiB at a time (a longer line makes a longer chunk).
+
+    With ``partitions`` P all files are read P times, and time k gives the lines whose number (from 0, over all files)
+    is k modulo P: the order in which Megatron-LM's partitions end up when merged.
+    """
+    weights = [source.num_bytes for source in sources]
+    for turn in range(start.turn, partitions):
+        at = start if turn == start.turn else Place(turn)
+        for file in range(at.file, len(sources)):
+            at = at if file == at.file else Place(turn, file, total=at.total)
+            with sources[file].open() as (unpacked, packed):
+                for chunk in _read_file(unpacked, sources[file].path, at, partitions):
+                    part = (turn * sum(weights) + sum(weights[:file]) + packed.tell()) / max(1, sum(weights))
+                    at = chunk.end
+                    yield chunk._replace(done=min(1.0, part / partitions))
 
 
-def _whole_lines(file: BinaryIO) -> Iterator[bytes]:
-    """Blocks that end where a line ends, every line end as LF. No byte of a multi-byte UTF-8 character is CR or LF."""
+def _read_file(file: BinaryIO, path: Path, at: Place, partitions: int) -> Iterator[Chunk]:
+    _skip(file, at.offset)
+    for block, length in _whole_lines(file):
+        lines = block.split(b"\n")
+        if not lines[-1]:
+            lines.pop()  # what follows the last line end is not a line
+        del block  # of one long line it is a second copy
+        count, skip = len(lines), (at.turn - at.total) % partitions
+        numbers = range(at.line + 1 + skip, at.line + 1 + count, partitions)
+        at = at._replace(offset=at.offset + length, line=at.line + count, total=at.total + count)
+        if partitions > 1:
+            lines = lines[skip::partitions]
+            length = sum(map(len, lines)) + len(lines)
+        yield Chunk(path, numbers, lines, length, at, 0.0)
+
+
+def _skip(file: BinaryIO, length: int) -> None:
+    if file.seekable():
+        file.seek(length)
+    while not file.seekable() and length > 0:
+        length -= len(file.read(min(length, _BLOCK)))
+
+
+def _whole_lines(file: BinaryIO) -> Iterator[tuple[bytes, int]]:
+    """Blocks that end where a line ends, every line end as LF, and how many bytes of the file each takes.
+
+    No byte of a multi-byte UTF-8 character is CR or LF.
+    """
     begun: list[bytes] = []  # of a line that has not ended yet
+    length = 0
     while block := file.read(_BLOCK):
         while block.endswith(b"\r") and (more := file.read(1)):  # CR LF is not cut apart
             block += more
-        block = block.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
-        end = block.rfind(b"\n") + 1
+        end = max(block.rfind(b"\n"), block.rfind(b"\r")) + 1
         if end:
-            yield b"".join([*begun, block[:end]])
-            begun = []
+            begun.append(block[:end].replace(b"\r\n", b"\n").replace(b"\r", b"\n"))
+            yield _take(begun), length + end
+            length = 0
         if end < len(block):
             begun.append(block[end:])
+            length += len(begun[-1])
     if begun:
-        yield b"".join(begun)
+        yield _take(begun), length
 
 
-def parse_line(raw: bytes, path: Path, number: int, keys: Sequence[str]) -> list[list[str]]:
-    """The sentences of each key: one for a string, several for a list of strings.
-
-    Raises:
-        DataError: ``file:line: what is wrong``, the keys that are there, and what to do.
-    """
-
-    def refuse(reason: str) -> DataError:
-        return DataError(f"{path}:{number}: {reason}")
-
-    try:
-        record = json.loads(raw.decode())
-    except UnicodeDecodeError as error:
-        reason = f"byte 0x{raw[error.start]:02x} at position {error.start} is not UTF-8"
-        raise refuse(reason + _hint(raw, number)) from None
-    except (ValueError, RecursionError) as error:
-        what = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
-        reason = "blank line" if not raw.strip() else f"not JSON ({what})"
-        raise refuse(reason + _hint(raw, number)) from None
-    if not isinstance(record, dict):
-        raise refuse(f"a JSON object is needed, this is {_kind(record)}" + _hint(raw, number))
-    return [_sentences(record, key, refuse) for key in keys]
-
-
-def _sentences(record: dict[str, Any], key: str, refuse: Any) -> list[str]:
-    if key not in record:
-        present = ", ".join(list(record)[:12]) or "none"
-        raise refuse(f"no key {key!r}; the keys here are: {present}. Choose with --json-keys")
-    value = record[key]
-    sentences = value if isinstance(value, list) else [value]
-    for sentence in sentences:
-        if not isinstance(sentence, str):
-            raise refuse(f"the value of {key!r} must be a text or a list of texts, this is {_kind(sentence)}")
-        try:
-            sentence.encode()
-        except UnicodeEncodeError as error:
-            code = ord(sentence[error.start])
-            raise refuse(
-                f"the value of {key!r} holds half a character: \\u{code:04x} without its other surrogate, "
-                f"at position {error.start}"
-            ) from None
-    return sentences
-
-
-def _kind(value: object) -> str:
-    names = {
-        str: "a text",
-        bool: "true or false",
-        int: "a number",
-        float: "a number",
-        list: "a list",
-        dict: "an object",
-    }
-    return names.get(type(value), "null")
-
-
-def _hint(raw: bytes, number: int) -> str:
-    """What a line that cannot be read looks like."""
-    start = raw.lstrip()
-    bom = next((name for mark, name in _BOMS.items() if number == 1 and raw.startswith(mark)), None)
-    if bom is not None:
-        return f". The file begins with a {bom} byte-order mark; save it as plain UTF-8 without one"
-    if not start:
-        return ". Take it out; one JSON object a line is needed"
-    if start.startswith(b"["):
-        return ". This looks like a JSON array; one object a line is needed: jq -c '.[]' FILE"
-    if start.rstrip() == b"{":
-        return ". This looks like an object over several lines; one object a line is needed: jq -c . FILE"
-    return ""
+def _take(parts: list[bytes]) -> bytes:
+    """All of them as one, with no second copy left behind."""
+    whole = b"".join(parts)
+    parts.clear()
+    return whole

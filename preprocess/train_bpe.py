@@ -9,7 +9,9 @@ from pathlib import Path
 from trimegatron import byte_level
 from trimegatron.byte_level import END_OF_TEXT
 from trimegatron.errors import ConfigError, DataError
-from trimegatron.preprocess.reader import parse_line, read_chunks
+from trimegatron.preprocess.inputs import Source, find_sources
+from trimegatron.preprocess.reader import read_chunks
+from trimegatron.preprocess.records import BadLine, parse_line
 from trimegatron.tokenizer import BPETokenizer
 
 _BYTES = 256
@@ -25,7 +27,7 @@ def train_bpe(
     the same files.
 
     Args:
-        files: one JSON object a line; read as a stream.
+        files: names, globs and folders; one JSON object a line, packed or not; read as a stream.
         json_keys: whose values are learnt from.
         vocab_size: ids in all, at least 257.
         output: a folder, made when missing.
@@ -38,17 +40,14 @@ def train_bpe(
 
     if vocab_size < _BYTES + 1:
         raise ConfigError(f"--vocab-size ({vocab_size}) must be at least {_BYTES + 1}: 256 bytes and {END_OF_TEXT}")
-    paths = [Path(file) for file in files]
-    for path in paths:
-        if not path.is_file():
-            raise ConfigError(f"--input ({path}): no such file")
+    sources = find_sources([str(file) for file in files])
     backend = byte_level.byte_level(models.BPE())
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size - 1,
         show_progress=False,
         initial_alphabet=byte_level.alphabet(),
     )
-    texts = _Texts(paths, json_keys)
+    texts = _Texts(sources, json_keys)
     try:
         backend.train_from_iterator(iter(texts), trainer)
     except Exception:
@@ -69,17 +68,20 @@ def train_bpe(
 class _Texts:
     """Texts one by one; keeps the DataError that ended them, which the library wraps in its own."""
 
-    def __init__(self, paths: list[Path], keys: Sequence[str]) -> None:
-        self.paths, self.keys = paths, keys
+    def __init__(self, sources: list[Source], keys: Sequence[str]) -> None:
+        self.sources, self.keys = sources, keys
         self.error: DataError | None = None
 
     def __iter__(self) -> Iterator[str]:
         try:
-            for path in self.paths:
-                for chunk in read_chunks(path, 1000):
-                    for k, raw in enumerate(chunk.lines):
-                        for sentences in parse_line(raw, path, chunk.first_line + k, self.keys):
-                            yield from sentences
+            for chunk in read_chunks(self.sources):
+                for number, raw in zip(chunk.numbers, chunk.lines, strict=True):
+                    try:
+                        texts = parse_line(raw, number, self.keys)
+                    except BadLine as error:
+                        raise DataError(f"{chunk.path}:{number}: {error}") from None
+                    for sentences in texts:
+                        yield from map(str, sentences)
         except DataError as error:
             self.error = error
             raise

@@ -10,7 +10,7 @@ import numpy as np
 
 from tests.parallel import run_ranks
 from trimegatron import train
-from trimegatron.data.indexed_dataset import IndexedDatasetWriter
+from trimegatron.data.indexed_writer import IndexedDatasetWriter
 
 VOCAB_SIZE = 211  # a prime: no tensor-parallel size divides it
 

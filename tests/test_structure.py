@@ -15,12 +15,14 @@ PACKAGE = ROOT / "trimegatron"
 LINKED = ("kernels", "preprocess", "convert", "bench")
 
 LEVELS: list[set[str]] = [
-    {"kernels", "config", "errors", "files", "data.index_format"},
+    {"kernels", "config", "errors", "files", "data.index_format", "data.legacy_format", "data.metadata"},
     {
         "mesh",
         "tokenizer",
         "byte_level",
+        "long_text",
         "data.indexed_dataset",
+        "data.indexed_writer",
         "data.indices",
         "data.splits",
         "data.sampler",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -64,14 +64,14 @@ def attempt(make: Callable[[], Any], what: str) -> Any:
         raise ConfigError(f"{what}: cannot be read as a tokenizer ({error})") from error
 
 
-def split_long(text: str, size: int) -> list[str]:
+def split_long(text: str, size: int) -> Iterator[str]:
     """A text in pieces of about ``size`` characters whose tokens together are the tokens of the text.
 
     Exact for GPT-2's rule alone: there no word reaches over a blank that follows a visible character, and what comes
     after such a place does not depend on what comes before it.
     """
-    pieces, start = [], 0
+    start = 0
     while len(text) - start > size and (place := _WORD_END.search(text, start + size)):
-        pieces.append(text[start : place.end()])
+        yield text[start : place.end()]
         start = place.end()
-    return [*pieces, text[start:]]
+    yield text[start:] if start else text

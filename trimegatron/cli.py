@@ -12,6 +12,7 @@ COMMANDS = {
     "demo": ("trimegatron.demo", "the whole workflow on this machine, with no download"),
     "tokenizer": ("trimegatron.preprocess.tokenizer_cli", "train a byte-level BPE tokenizer"),
     "preprocess": ("trimegatron.preprocess.cli", "loose JSON to the .bin and .idx files that training reads"),
+    "data": ("trimegatron.preprocess.data_cli", "merge and check sets of tokens, print documents back as text"),
     "train": ("trimegatron.launch", "train, in one process or several"),
     "generate": ("trimegatron.generate", "text from a training checkpoint"),
     "convert": ("trimegatron.convert.cli", "a checkpoint to a Hugging Face model, with proof"),

@@ -19,6 +19,7 @@ from trimegatron import byte_level
 from trimegatron.byte_level import END_OF_TEXT, attempt
 from trimegatron.errors import ConfigError, DataError
 from trimegatron.files import sync_file
+from trimegatron.long_text import LongText
 
 TOKENIZER_TYPES = ("GPT2BPETokenizer", "HuggingFaceTokenizer", "NullTokenizer")
 _BATCH, _PIECE = 1 << 20, 1 << 18  # characters
@@ -42,8 +43,8 @@ class Tokenizer(Protocol):
         """Ids of each text."""
         ...
 
-    def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """All ids in one int32 array, and the number of ids of each text, int32 [texts]."""
+    def encode_flat(self, texts: Sequence[str | LongText], dtype: Any = np.int32) -> tuple[np.ndarray, np.ndarray]:
+        """All ids in one array, and the number of ids of each text, int32 [texts]. LongText is for GPT2BPETokenizer."""
         ...
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -77,24 +78,36 @@ class BPETokenizer:
         self.vocab_size = max(backend.get_vocab().values(), default=-1) + 1
         self.eod: int | None = None if end_token is None else backend.token_to_id(end_token)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "plain": self.backend.encode_special_tokens}  # the library forgets it
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        plain = state.pop("plain")
+        vars(self).update(state)
+        self.backend.encode_special_tokens = plain
+
+    def definition(self) -> str:
+        """The text of a tokenizer.json that encodes as this one does."""
+        if not self.backend.encode_special_tokens:
+            return self.backend.to_str()
+        content = json.loads(self.backend.to_str())
+        content["added_tokens"] = [token for token in content["added_tokens"] if not token["special"]]
+        return json.dumps(content)
+
     def encode(self, text: str) -> list[int]:
         return self.backend.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [e.ids for e in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)]
 
-    def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    def encode_flat(self, texts: Sequence[str | LongText], dtype: Any = np.int32) -> tuple[np.ndarray, np.ndarray]:
         # The library takes some 160 bytes per byte of text while it encodes, so it gets about a megabyte at a time.
-        split = [byte_level.split_long(t, _PIECE) if self.type == "GPT2BPETokenizer" else [t] for t in texts]
-        pieces = [piece for parts in split for piece in parts]
-        owners = np.repeat(np.arange(len(texts)), [len(parts) for parts in split])
-        tokens, counts = [np.empty(0, np.int32)], [np.empty(0, np.int32)]
-        for start, stop in _batches(pieces):
-            ids, lengths = _flatten(self.encode_batch(pieces[start:stop]))
+        tokens, totals = [np.empty(0, dtype)], np.zeros(len(texts), np.int32)
+        for pieces, owners in _batches(texts, split=self.type == "GPT2BPETokenizer"):
+            ids, lengths = _flatten(self.encode_batch(pieces), dtype)
             tokens.append(ids)
-            counts.append(lengths)
-        total = np.bincount(owners, np.concatenate(counts), minlength=len(texts))
-        return np.concatenate(tokens), total.astype(np.int32)
+            np.add.at(totals, owners, lengths)
+        return np.concatenate(tokens), totals
 
     def decode(self, ids: Iterable[int]) -> str:
         return self.backend.decode(list(ids), skip_special_tokens=False)
@@ -143,8 +156,8 @@ class NullTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [self.encode(text) for text in texts]
 
-    def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        return _flatten(self.encode_batch(texts))
+    def encode_flat(self, texts: Sequence[str | LongText], dtype: Any = np.int32) -> tuple[np.ndarray, np.ndarray]:
+        return _flatten([self.encode(text) for text in texts if isinstance(text, str)], dtype)
 
     def token_bytes(self) -> np.ndarray | None:
         return None
@@ -165,14 +178,16 @@ def build_tokenizer(
     merge_file: str | Path | None = None,
     tokenizer_model: str | Path | None = None,
     vocab_size: int | None = None,
+    megatron_compat: int = 2026,
 ) -> Tokenizer:
     """The tokenizer that ``--tokenizer-type`` and its files describe.
 
     Args:
         tokenizer_type: ``GPT2BPETokenizer`` (``vocab_file``, ``merge_file``; ``<|endoftext|>`` is the end of a
-            document, and the same letters inside a text give its id, as in Megatron since 2026),
-            ``HuggingFaceTokenizer`` (``tokenizer_model``: a folder or a tokenizer.json) or ``NullTokenizer``
-            (``vocab_size``).
+            document), ``HuggingFaceTokenizer`` (``tokenizer_model``: a folder or a tokenizer.json) or
+            ``NullTokenizer`` (``vocab_size``).
+        megatron_compat: of GPT2BPETokenizer, whose rule for the letters ``<|endoftext|>`` inside a text: the id of
+            the end of a document (2026), or text like any other (2022).
 
     Raises:
         ConfigError: an unknown type, an option missing, a file missing or not what it should be.
@@ -183,6 +198,7 @@ def build_tokenizer(
             _need(tokenizer_type, "--merge-file", merge_file),
         )
         backend = byte_level.from_files(vocab, merges)
+        backend.encode_special_tokens = megatron_compat < 2026
         return BPETokenizer(backend, tokenizer_type, END_OF_TEXT if backend.token_to_id(END_OF_TEXT) else None, {})
     if tokenizer_type == "HuggingFaceTokenizer":
         path = _need(tokenizer_type, "--tokenizer-model", tokenizer_model, folder=True)
@@ -251,21 +267,29 @@ def _need(tokenizer_type: str, flag: str, value: str | Path | None, folder: bool
     return path
 
 
-def _batches(texts: Sequence[str]) -> Iterator[tuple[int, int]]:
-    """Ranges of a list of texts, each of about ``_BATCH`` characters, or one longer text."""
-    start = total = 0
+def _batches(texts: Sequence[str | LongText], split: bool) -> Iterator[tuple[list[str], list[int]]]:
+    """Texts, or with ``split`` pieces of long ones, about ``_BATCH`` characters at a time, and the text of each."""
+    batch: list[str] = []
+    owners: list[int] = []
+    total = 0
     for k, text in enumerate(texts):
-        if k > start and total + len(text) > _BATCH:
-            yield start, k
-            start, total = k, 0
-        total += len(text)
-    if start < len(texts):
-        yield start, len(texts)
+        pieces: Iterable[str] = text if isinstance(text, LongText) else (text,)
+        if split:
+            pieces = (part for piece in pieces for part in byte_level.split_long(piece, _PIECE))
+        for piece in pieces:
+            if batch and total + len(piece) > _BATCH:
+                yield batch, owners
+                batch, owners, total = [], [], 0
+            batch.append(piece)
+            owners.append(k)
+            total += len(piece)
+    if batch:
+        yield batch, owners
 
 
-def _flatten(encoded: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
+def _flatten(encoded: list[list[int]], dtype: Any) -> tuple[np.ndarray, np.ndarray]:
     lengths = np.fromiter(map(len, encoded), np.int32, len(encoded))
-    return np.fromiter(itertools.chain.from_iterable(encoded), np.int32, int(lengths.sum(dtype=np.int64))), lengths
+    return np.fromiter(itertools.chain.from_iterable(encoded), dtype, int(lengths.sum(dtype=np.int64))), lengths
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from tests.runs import tiny_flags, train_tiny, write_corpus
 from trimegatron import train
 from trimegatron.checkpoint.directory import find_checkpoint
 from trimegatron.cli import main
-from trimegatron.data.indexed_dataset import IndexedDatasetWriter
+from trimegatron.data.indexed_writer import IndexedDatasetWriter
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from trimegatron.data.gpt_dataset import GPTDataset, build_gpt_datasets
-from trimegatron.data.indexed_dataset import IndexedDatasetWriter
+from trimegatron.data.indexed_writer import IndexedDatasetWriter
 from trimegatron.errors import DataError
 
 

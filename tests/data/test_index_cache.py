@@ -16,7 +16,7 @@ import pytest
 from trimegatron.data import gpt_dataset as gpt_dataset_module
 from trimegatron.data.gpt_dataset import GPTDataset, build_gpt_datasets
 from trimegatron.data.index_cache import IndexCache
-from trimegatron.data.indexed_dataset import IndexedDatasetWriter
+from trimegatron.data.indexed_writer import IndexedDatasetWriter
 from trimegatron.data.indices import GPTIndices
 from trimegatron.errors import DataError
 

@@ -13,7 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from trimegatron.data.index_format import best_dtype
-from trimegatron.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from trimegatron.data.indexed_dataset import IndexedDataset
+from trimegatron.data.indexed_writer import IndexedDatasetWriter
 from trimegatron.errors import DataError
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "data"

@@ -11,7 +11,7 @@ import torch
 
 from trimegatron.data.boundaries import DocumentBoundaries
 from trimegatron.data.gpt_dataset import GPTDataset, build_gpt_datasets
-from trimegatron.data.indexed_dataset import IndexedDatasetWriter
+from trimegatron.data.indexed_writer import IndexedDatasetWriter
 from trimegatron.data.loader import build_loader, make_batch
 from trimegatron.errors import DataError
 

@@ -6,6 +6,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,8 +21,9 @@ import pytest
 from trimegatron.errors import DataError
 from trimegatron.preprocess.config import PreprocessConfig
 from trimegatron.preprocess.encode import Encoder
+from trimegatron.preprocess.engine import TokenizersEngine
 from trimegatron.preprocess.pool import encode_in_order
-from trimegatron.preprocess.reader import Chunk
+from trimegatron.preprocess.reader import Chunk, Place
 from trimegatron.preprocess.run import run
 from trimegatron.tokenizer import NullTokenizer
 
@@ -36,7 +38,6 @@ def numbers(folder: Path, lines: int) -> PreprocessConfig:
         tokenizer_type="NullTokenizer",
         vocab_size=9,
         workers=2,
-        chunk_size=4,
     )
 
 
@@ -59,7 +60,7 @@ def test_killed_worker_ends_the_run_with_the_lines(tmp_path: Path) -> None:
 
     thread = threading.Thread(target=attempt)
     thread.start()
-    until(lambda: any(p.stat().st_size for p in tmp_path.glob(".x_text_document.bin.*.tmp")) or errors)
+    until(lambda: any(p.stat().st_size for p in tmp_path.glob("x.partial/*.bin")) or errors)
     os.kill(multiprocessing.active_children()[0].pid or 0, signal.SIGKILL)
     killed = time.monotonic()
     thread.join(20)
@@ -67,7 +68,7 @@ def test_killed_worker_ends_the_run_with_the_lines(tmp_path: Path) -> None:
     assert time.monotonic() - killed < 10
     assert isinstance(errors[0], DataError)
     assert "worker process died" in str(errors[0])
-    first, last = str(errors[0]).split("with lines ")[1].split(" ")[0].split("-")
+    first, last = re.findall(r"in:(\d+)", str(errors[0]))
     assert 1 < int(first) < int(last) <= 20_000
     assert [p.name for p in tmp_path.iterdir()] == ["in"]
 
@@ -76,9 +77,9 @@ def test_workers_end_when_their_parent_is_killed(tmp_path: Path) -> None:
     config = numbers(tmp_path, 20_000)
     code = "import sys; from trimegatron.preprocess.cli import main; main(sys.argv[1:])"
     arguments = ["--input", *config.input, "--output-prefix", config.output_prefix, "--workers", "2"]
-    arguments += ["--tokenizer-type", "NullTokenizer", "--vocab-size", "9", "--chunk-size", "4"]
+    arguments += ["--tokenizer-type", "NullTokenizer", "--vocab-size", "9"]
     parent = subprocess.Popen([sys.executable, "-c", code, *arguments], stderr=subprocess.DEVNULL)
-    until(lambda: any(p.stat().st_size for p in tmp_path.glob(".x_text_document.bin.*.tmp")))
+    until(lambda: any(p.stat().st_size for p in tmp_path.glob("x.partial/*.bin")))
     children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
     assert len(children) >= 2
     parent.kill()
@@ -97,30 +98,30 @@ def test_sigterm_removes_what_was_begun(tmp_path: Path) -> None:
     config = numbers(tmp_path, 20_000)
     code = "import sys; from trimegatron.preprocess.cli import main; main(sys.argv[1:])"
     arguments = ["--input", *config.input, "--output-prefix", config.output_prefix]
-    arguments += ["--tokenizer-type", "NullTokenizer", "--vocab-size", "9", "--chunk-size", "4"]
+    arguments += ["--tokenizer-type", "NullTokenizer", "--vocab-size", "9"]
     process = subprocess.Popen([sys.executable, "-c", code, *arguments], stderr=subprocess.DEVNULL)
-    until(lambda: any(p.stat().st_size for p in tmp_path.glob(".x_text_document.bin.*.tmp")))
+    until(lambda: any(p.stat().st_size for p in tmp_path.glob("x.partial/*.bin")))
     process.terminate()
     assert process.wait(10) == 143
     assert [p.name for p in tmp_path.iterdir()] == ["in"]
 
 
-def test_reads_only_a_little_ahead_of_a_slow_consumer(tmp_path: Path) -> None:
-    config = numbers(tmp_path, 1)
-    encoder = Encoder(config.source, ["text"], NullTokenizer(9), np.dtype("uint16"), append_eod=True)
+@pytest.mark.parametrize("processes", [1, 2])
+def test_reads_only_a_little_ahead_of_a_slow_consumer(tmp_path: Path, processes: int) -> None:
+    encoder = Encoder(["text"], TokenizersEngine(NullTokenizer(9)), np.dtype("uint16"), eod=9)
     read: list[int] = []
 
     def chunks() -> Iterator[Chunk]:
         for line in itertools.count(1):
             read.append(line)
-            yield Chunk(line, [b'{"text": "%d"}' % (line % 9)])
+            yield Chunk(tmp_path, range(line, line + 1), [b'{"text": "%d"}' % (line % 9)], 13, Place(), 0.5)
 
-    results = encode_in_order(encoder, chunks(), config)
+    results = encode_in_order(encoder, chunks(), processes)
     for expected in range(1, 30):
-        chunk, (encoded,) = next(results)
-        assert chunk.first_line == expected
-        assert encoded.tokens.tolist() == [expected % 9, 9]
-        assert len(read) <= expected + 4 * config.workers
+        chunk, result = next(results)
+        assert chunk.numbers[0] == expected
+        assert result.keys[0].tokens.tolist() == [expected % 9, 9]
+        assert len(read) <= expected + 4
     results.close()  # type: ignore[attr-defined]
     assert multiprocessing.active_children() == []
 
@@ -135,7 +136,6 @@ def test_first_bad_line_of_the_file_is_the_one_reported(tmp_path: Path) -> None:
         tokenizer_type="NullTokenizer",
         vocab_size=9,
         workers=2,
-        chunk_size=1,
     )
     with pytest.raises(DataError, match=r"in:14: "):
         run(config)

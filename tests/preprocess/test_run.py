@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import functools
+import gzip
 import json
+import subprocess
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from trimegatron.data.indexed_dataset import IndexedDataset
 from trimegatron.errors import ConfigError, DataError
+from trimegatron.preprocess import config as config_module
+from trimegatron.preprocess import reader
 from trimegatron.preprocess.cli import main
 from trimegatron.preprocess.config import PreprocessConfig
 from trimegatron.preprocess.run import run
+from trimegatron.tokenizer import build_tokenizer
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 INPUTS = GOLDEN / "data" / "inputs"
+
+needs_gigatoken = pytest.mark.skipif(find_spec("gigatoken") is None, reason="gigatoken is not installed")
 
 
 def config(source: Path, prefix: Path, **changes: Any) -> PreprocessConfig:
@@ -27,6 +38,7 @@ def config(source: Path, prefix: Path, **changes: Any) -> PreprocessConfig:
         "vocab_file": str(GOLDEN / "gpt2" / "vocab.json"),
         "merge_file": str(GOLDEN / "gpt2" / "merges.txt"),
         "append_eod": True,
+        "tokenizer_engine": "tokenizers",
     }
     return PreprocessConfig(**(settings | changes))
 
@@ -36,11 +48,26 @@ def assert_same(prefix: Path, golden: Path, golden_index: Path | None = None) ->
     assert Path(f"{prefix}.idx").read_bytes() == Path(f"{golden_index or golden}.idx").read_bytes()
 
 
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of a few kilobytes are several chunks; GPT-2's vocabulary is read once."""
+    monkeypatch.setattr(reader, "_BLOCK", 1000)
+    monkeypatch.setattr(config_module, "build_tokenizer", _build)
+
+
+_build = functools.cache(build_tokenizer)
+
+
+ENGINES = ["tokenizers", pytest.param("gigatoken", marks=needs_gigatoken)]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("append_eod", [True, False])
-@pytest.mark.parametrize("chunk_size", [1, 7, 100])
-def test_edge_cases(tmp_path: Path, append_eod: bool, chunk_size: int) -> None:
+@pytest.mark.parametrize("block", [7, 1000, 1 << 20])
+def test_edge_cases(tmp_path: Path, append_eod: bool, block: int, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader, "_BLOCK", block)
     source = GOLDEN / "data" / "edge" / "edge.jsonl"
-    summary = run(config(source, tmp_path / "x", append_eod=append_eod, chunk_size=chunk_size))
+    summary = run(config(source, tmp_path / "x", append_eod=append_eod, tokenizer_engine=engine))
     name = f"new_{'eod' if append_eod else 'noeod'}_content_document"
     assert_same(tmp_path / "x_content_document", GOLDEN / "data" / "edge" / name)
     output = summary.outputs["content"]
@@ -55,9 +82,48 @@ def test_legal_oddities(tmp_path: Path, source: Path) -> None:
     assert_same(tmp_path / "x_content_document", INPUTS / f"new_{source.stem}_content_document")
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("append_eod", [True, False])
+@pytest.mark.parametrize("impl", ["mmap", "lazy", "cached"])
+def test_rules_and_formats_of_2022(tmp_path: Path, append_eod: bool, impl: str, engine: str) -> None:
+    changes = {"dataset_impl": impl, "megatron_compat": 2022, "append_eod": append_eod, "tokenizer_engine": engine}
+    summary = run(config(GOLDEN / "data" / "edge" / "edge.jsonl", tmp_path / "x", **changes))
+    name = f"old_{'mmap' if impl == 'mmap' else 'lazy'}_{'eod' if append_eod else 'noeod'}_content_document"
+    assert_same(tmp_path / "x_content_document", GOLDEN / "data" / "edge" / name)
+    assert (summary.outputs["content"].documents, summary.outputs["content"].empty_documents) == (45, 3)
+    assert "left out as in 2022" in summary.describe()
+
+
+@pytest.mark.parametrize("source", sorted(INPUTS.glob("ok_*.jsonl")), ids=lambda p: p.stem)
+def test_legal_oddities_of_2022(tmp_path: Path, source: Path) -> None:
+    golden = INPUTS / f"old_{source.stem}_content_document"
+    if golden.with_suffix(".idx").exists():  # a list of sentences was an error then
+        run(config(source, tmp_path / "x", megatron_compat=2022))
+        assert_same(tmp_path / "x_content_document", golden)
+
+
+@pytest.mark.parametrize("compat", [2022, 2026])
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("workers", [1, 2])
-def test_any_number_of_workers_writes_the_same(tmp_path: Path, workers: int) -> None:
-    run(config(GOLDEN / "data" / "tiny" / "tiny.jsonl", tmp_path / "x", workers=workers, chunk_size=11))
+def test_any_number_of_workers_writes_the_same(tmp_path: Path, workers: int, engine: str, compat: int) -> None:
+    source = tmp_path / "in"
+    literal = b'{"content": "a<|endoftext|> b"}\n'
+    source.write_bytes((GOLDEN / "data" / "tiny" / "tiny.jsonl").read_bytes() + literal)
+    changes = {"workers": workers, "tokenizer_engine": engine, "megatron_compat": compat}
+    run(config(source, tmp_path / "x", **changes))
+    tiny = GOLDEN / "data" / "tiny"
+    tokens = [64, 27, 91, 437, 1659, 5239, 91, 29, 275, 50256] if compat == 2022 else [64, 50256, 275, 50256]
+    expected = (tiny / "tiny_content_document.bin").read_bytes() + np.array(tokens, "<u2").tobytes()
+    assert (tmp_path / "x_content_document.bin").read_bytes() == expected
+    data = IndexedDataset(tmp_path / "x_content_document")
+    golden = IndexedDataset(tiny / "tiny_content_document")
+    assert data.sizes.tolist() == [*golden.sizes.tolist(), len(tokens)]
+    assert len(data.document_indices) == (149 if compat == 2022 else 152)  # three documents are empty
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_megatrons_index_of_today(tmp_path: Path, workers: int) -> None:
+    run(config(GOLDEN / "data" / "tiny" / "tiny.jsonl", tmp_path / "x", workers=workers))
     tiny = GOLDEN / "data" / "tiny"
     assert_same(tmp_path / "x_content_document", tiny / "tiny_content_document", tiny / "tiny_new_content_document")
 
@@ -141,21 +207,20 @@ def test_failure_keeps_the_earlier_output_and_success_replaces_it(tmp_path: Path
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
     run(config(INPUTS / "ok_cr_lines.jsonl", tmp_path / "x"))
     assert_same(tmp_path / "x_content_document", INPUTS / "new_ok_cr_lines_content_document")
-    assert len(list(tmp_path.iterdir())) == 2
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"input": ["nowhere"]}, r"--input \(nowhere\) must be a file"),
-        ({"input": ["a", "b"]}, "not supported yet with several files"),
-        ({"input": ["a.gz"]}, "compressed"),
-        ({"input": [str(GOLDEN)]}, "as a folder"),
+        ({"input": [str(GOLDEN / "gpt2")] * 2}, "must not name a file twice"),
         ({"output_prefix": "no/where/x"}, r"--output-prefix \(no/where/x\).*existing folder"),
-        ({"dataset_impl": "lazy"}, r"--dataset-impl \(lazy\) is not supported yet.*mmap"),
-        ({"split_sentences": True}, "--split-sentences"),
-        ({"keep_newlines": True}, "--keep-newlines"),
-        ({"partitions": 2}, "--partitions"),
+        ({"dataset_impl": "infer"}, "--dataset-impl.*must be one of mmap, lazy, cached"),
+        ({"megatron_compat": 2024}, "--megatron-compat.*must be one of 2022, 2026"),
+        ({"keep_newlines": True}, "--keep-newlines.*about --split-sentences"),
+        ({"partitions": 2, "shuffle_seed": 1}, "--partitions.*Choose one"),
+        ({"max_documents": 2}, "head -n"),
         ({"workers": 0}, "--workers"),
         ({"json_keys": ["a", "a"]}, "--json-keys"),
         ({"vocab_file": "nowhere"}, r"--vocab-file \(nowhere\)"),
@@ -201,9 +266,40 @@ def test_command_of_the_blog(
     assert data.get(0).tolist() == [11748, 28686, 198, 50256]
     written = capsys.readouterr()
     assert "120 documents (60 empty), 240 tokens of uint16, 2.50 bytes of text per token" in written.out
-    assert "Processed 100 documents" in written.err
+    assert "longest document 4 tokens, 4 of 50,257 ids used" in written.out
+    assert "Processed 120 documents, 100 %" in written.err
+    assert "--chunk-size (25) has no effect" in written.err
     snake = line.replace("--output-prefix codeparrot", "--output_prefix other").replace("--chunk-size", "--chunk_size")
     assert main([*snake.split(), "--log_interval", "1000"]) == 0
     assert Path("other_content_document.bin").read_bytes() == Path("codeparrot_content_document.bin").read_bytes()
     with pytest.raises(ConfigError, match="--output-prefx"):
         main(["--output-prefx", "x"])
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_packed_files_by_glob_or_folder_give_the_bytes_of_the_whole(tmp_path: Path, workers: int) -> None:
+    lines = (GOLDEN / "data" / "tiny" / "tiny.jsonl").read_bytes().splitlines(keepends=True)
+    folder = tmp_path / "parts"
+    folder.mkdir()
+    for k in range(3):
+        (folder / f"{k}.json.gz").write_bytes(gzip.compress(b"".join(lines[50 * k : 50 * k + 50])))
+    tiny = GOLDEN / "data" / "tiny"
+    for name in (folder, folder / "*.gz"):
+        run(config(name, tmp_path / "x", workers=workers))
+        assert_same(tmp_path / "x_content_document", tiny / "tiny_content_document", tiny / "tiny_new_content_document")
+
+
+def test_memory_does_not_grow_with_the_number_of_documents(tmp_path: Path) -> None:
+    code = (
+        "import resource, sys; from trimegatron.cli import main; assert main(sys.argv[1:]) == 0\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    )
+    peaks = []
+    for documents in (100_000, 400_000):
+        (tmp_path / "in").write_text('{"text": "1 2 3"}\n' * documents)
+        line = f"preprocess --input {tmp_path / 'in'} --output-prefix {tmp_path / 'x'} --append-eod --workers 1"
+        command = [sys.executable, "-c", code, *line.split(), "--tokenizer-type", "NullTokenizer", "--vocab-size", "9"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        peaks.append(int(done.stdout.split()[-1]) / 1024)
+    assert peaks[1] - peaks[0] < 8  # MiB; twelve bytes a document alone would be 3.4, Python objects fifty
+    assert IndexedDataset(tmp_path / "x_text_document").document_indices[-1] == 400_000

@@ -1,0 +1,190 @@
+"""What turns texts into ids: gigatoken where it gives the same ids as ``tokenizers``, else ``tokenizers``.
+
+gigatoken only ever gets texts. Its own reader of JSON lines stops at the first line it dislikes and drops the rest.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from trimegatron import byte_level
+from trimegatron.errors import ConfigError
+from trimegatron.long_text import LongText
+from trimegatron.tokenizer import BPETokenizer, NullTokenizer, Tokenizer
+
+ENGINES = ("auto", "gigatoken", "tokenizers")
+_PIECE = 1 << 22  # characters given to gigatoken at a time
+_CACHE_BYTES = 192 << 20  # that gigatoken's cache of words may take
+_CHECK_EVERY = 1 << 26  # characters between two looks where memory cannot be seen
+
+PROBES = (
+    "Hello world, it's 2026; I'll say \"we've\"  twice.\r\n\r\n\tdef f(x):\n        return x  # naïve \u00e9 e\u0301\n",
+    "\u4f60\u597d\u4e16\u754c \u0645\u0631\u062d\u0628\u0627 \U0001f600\U0001f468\u200d\U0001f469\u200d\U0001f467 "
+    "\u00a0\u2003\u2028\u3000x\ufeff \x00\x01\x7f",
+    "a <|endoftext|>b<|endoftext|> <|endof text|> 's 'S 'LL ''t don\u2019t",
+    " " * 300 + "x" * 300 + "\n" * 30 + "0123456789" * 20,
+)
+"""Texts on which engines have been seen to differ: blanks, contractions, characters of several bytes, the end token."""
+
+
+class Engine(Protocol):
+    """Encodes texts. It can be pickled, and be used by several threads at once."""
+
+    name: str
+    threaded: bool
+    """One process uses all cores: the work is done outside the interpreter."""
+    splits: bool
+    """Takes a LongText."""
+
+    def encode(self, texts: Sequence[str | LongText], dtype: Any = np.int32) -> tuple[np.ndarray, np.ndarray]:
+        """All ids in one array, no special token added, and the number of ids of each text, int32 [texts]."""
+        ...
+
+
+class TokenizersEngine:
+    """``tokenizers`` (or NullTokenizer)."""
+
+    threaded = False
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.name = "tokenizers" if isinstance(tokenizer, BPETokenizer) else tokenizer.type
+        self.splits = tokenizer.type == "GPT2BPETokenizer"
+
+    def encode(self, texts: Sequence[str | LongText], dtype: Any = np.int32) -> tuple[np.ndarray, np.ndarray]:
+        return self.tokenizer.encode_flat(texts, dtype)
+
+
+class GigatokenEngine:
+    """gigatoken. Its cache of words, which never shrinks, is thrown away when it has grown large.
+
+    Args:
+        definition: the text of a tokenizer.json.
+        cut: what splits a long text into pieces whose tokens together are those of the text; None where nothing does.
+        parallel: use all cores; False in one of many processes.
+    """
+
+    name = "gigatoken"
+    threaded = True
+
+    def __init__(
+        self, definition: str, cut: Callable[[str, int], Iterable[str]] | None = None, parallel: bool = True
+    ) -> None:
+        self.definition, self.cut, self.parallel = definition, cut, parallel
+        self.splits = cut is not None
+        # One thread at a time encodes (on all cores), so that a cache thrown away is really gone.
+        self._lock = threading.Lock()
+        self._backend: Any = None
+        self._build()
+
+    def _build(self) -> None:
+        from gigatoken import Tokenizer as Backend
+
+        self._backend = None  # first, so that there are never two caches
+        self._backend = Backend.from_json(self.definition)
+        self._memory, self._characters = resident_bytes(), 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"definition": self.definition, "cut": self.cut, "parallel": False}  # unpickled in a worker process
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+
+    def encode(self, texts: Sequence[str | LongText], dtype: Any = np.int32) -> tuple[np.ndarray, np.ndarray]:
+        short = [text for text in texts if isinstance(text, str) and (self.cut is None or len(text) <= _PIECE)]
+        if len(short) == len(texts):
+            with self._lock:
+                self._bound_cache(sum(map(len, short)))
+                encoded = self._backend.encode_batch(short, parallel=self.parallel)
+            batch, lengths = _arrays(encoded)
+            return batch.astype(dtype), lengths
+        assert self.cut is not None
+        ids, lengths = bytearray(), np.zeros(len(texts), np.int32)  # bytes, which grow without a second copy
+        for k, text in enumerate(texts):
+            for piece in self.cut(text, _PIECE) if isinstance(text, str) else text:
+                with self._lock:
+                    self._bound_cache(len(piece))
+                    part = self._backend.encode(piece)
+                ids += part.astype(dtype).data
+                lengths[k] += len(part)
+        return np.frombuffer(ids, dtype), lengths
+
+    def _bound_cache(self, characters: int) -> None:
+        """Start with an empty cache when it has grown large (65 ms for GPT-2's vocabulary)."""
+        self._characters += characters
+        memory = resident_bytes()
+        if memory - self._memory > _CACHE_BYTES or (not memory and self._characters > _CHECK_EVERY):
+            self._build()
+
+
+def _arrays(encoded: Any) -> tuple[np.ndarray, np.ndarray]:
+    """From what gigatoken returns: an awkward array, or a list of arrays where awkward cannot be imported."""
+    if isinstance(encoded, list):
+        lengths = np.fromiter(map(len, encoded), np.int32, len(encoded))
+        return np.concatenate([np.empty(0, np.uint32), *encoded]), lengths
+    import awkward
+
+    return np.asarray(awkward.flatten(encoded)), np.asarray(awkward.num(encoded)).astype(np.int32)
+
+
+def choose_engine(wanted: str, tokenizer: Tokenizer, sample: Callable[[], list[str]], cores: int) -> tuple[Engine, str]:
+    """The engine for a run, and a line that says which it is and why.
+
+    Args:
+        wanted: of ``--tokenizer-engine``.
+        tokenizer: says what is right.
+        sample: gives texts of this run; called only if gigatoken is there.
+        cores: for gigatoken to use.
+
+    Raises:
+        ConfigError: gigatoken is ``wanted`` and cannot be used.
+    """
+    slow = TokenizersEngine(tokenizer)
+    if isinstance(tokenizer, NullTokenizer) or not isinstance(tokenizer, BPETokenizer):
+        return slow, f"Tokenizer engine: {slow.name}."
+    if wanted == "tokenizers":
+        return slow, "Tokenizer engine: tokenizers, as asked for."
+    engine, reason = _gigatoken(tokenizer, sample, cores)
+    if engine is not None:
+        return engine, f"Tokenizer engine: gigatoken ({reason})."
+    if wanted == "gigatoken":
+        raise ConfigError(f"--tokenizer-engine (gigatoken) cannot be used: {reason}. Use auto or tokenizers.")
+    return slow, f"Tokenizer engine: tokenizers ({reason})."
+
+
+def _gigatoken(tokenizer: BPETokenizer, sample: Callable[[], list[str]], cores: int) -> tuple[Engine | None, str]:
+    if importlib.util.find_spec("gigatoken") is None:
+        return None, (
+            "gigatoken is not installed; it encodes ten to thirty times as fast: pip install 'trimegatron[fast]'"
+        )
+    os.environ.setdefault("RAYON_NUM_THREADS", str(cores))  # read once, when the library makes its threads
+    cut = byte_level.split_long if tokenizer.type == "GPT2BPETokenizer" else None
+    try:
+        engine = GigatokenEngine(tokenizer.definition(), cut, parallel=cores > 1)
+    except Exception as error:  # whatever it does not support
+        return None, f"gigatoken cannot load this tokenizer: {error}"
+    texts = [*PROBES, *sample()]
+    expected, expected_lengths = tokenizer.encode_flat(texts)
+    try:
+        ids, lengths = engine.encode(texts)
+    except Exception as error:
+        return None, f"gigatoken fails on a sample of the documents: {error}"
+    if np.array_equal(lengths, expected_lengths) and np.array_equal(ids, expected):
+        return engine, f"the same {len(ids):,} ids as tokenizers on {len(texts) - len(PROBES):,} documents of this run"
+    return None, f"gigatoken gives other ids on a sample of {len(texts)} texts"
+
+
+def resident_bytes() -> int:
+    """Memory of this process now, 0 where the system does not tell."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except (OSError, ValueError, IndexError):
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
