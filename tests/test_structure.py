@@ -15,7 +15,7 @@ PACKAGE = ROOT / "trimegatron"
 LINKED = ("kernels", "preprocess", "convert", "bench")
 
 LEVELS: list[set[str]] = [
-    {"kernels", "config", "errors", "files", "data.index_format"},
+    {"kernels", "config", "errors", "files", "data.index_format", "data.legacy_format"},
     {
         "mesh",
         "tokenizer",
@@ -26,7 +26,7 @@ LEVELS: list[set[str]] = [
         "data.sampler",
         "data.index_cache",
     },
-    {"preprocess", "data", "tensor_parallel", "data_parallel", "pipeline_parallel", "optim"},
+    {"preprocess", "data", "tensor_parallel", "data_parallel", "pipeline_parallel", "optim", "together"},
     {"model"},
     {"metrics", "checkpoint"},
     {"trainer", "generate"},

@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,8 +19,9 @@ from torch import nn
 from trimegatron.checkpoint.checkpoint import Progress, save_checkpoint
 from trimegatron.config import Config
 from trimegatron.config.schedule import Schedule
-from trimegatron.data.gpt_dataset import GPTDataset
+from trimegatron.data.cyclic import SampleDataset
 from trimegatron.data.loader import Batch, build_loader
+from trimegatron.data.record import DataRecord
 from trimegatron.data_parallel.buffer import ParameterBuffer
 from trimegatron.errors import DivergedError
 from trimegatron.mesh import Mesh
@@ -37,9 +37,9 @@ from trimegatron.tokenizer import Tokenizer
 class Datasets:
     """The three splits; one is None where there is nothing to read or nothing that asks for it."""
 
-    train: GPTDataset | None
-    valid: GPTDataset | None
-    test: GPTDataset | None
+    train: SampleDataset | None
+    valid: SampleDataset | None
+    test: SampleDataset | None
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Trainer:
         tokenizer: Tokenizer,
         metrics: MetricsWriter,
         progress: Progress,
-        data_description: dict[str, Any],
+        data_record: DataRecord,
     ):
         self.config = config
         self.mesh = mesh
@@ -80,7 +80,7 @@ class Trainer:
         self.tokenizer = tokenizer
         self.metrics = metrics
         self.progress = progress
-        self.data_description = data_description
+        self.data_record = data_record
         self.started = time.monotonic()
         self.saved_at: int | None = None
         token_bytes = tokenizer.token_bytes()
@@ -213,7 +213,7 @@ class Trainer:
         )
 
     @torch.no_grad()
-    def evaluate(self, split: str, dataset: GPTDataset | None, *, window: int) -> None:
+    def evaluate(self, split: str, dataset: SampleDataset | None, *, window: int) -> None:
         """The loss over ``eval_iters`` global batches of ``dataset``: number ``window`` of its runs of that many."""
         if dataset is None:
             return
@@ -250,14 +250,14 @@ class Trainer:
                 progress=self.progress,
                 optimizer=self.optimizer,
                 scaler=self.scaler.state(),
-                data=self.data_description,
+                data=self.data_record.state(self.progress.consumed_samples),
                 tokenizer=self.tokenizer,
                 mesh=self.mesh,
             )
             self.saved_at = self.progress.iteration
             self.say(f"saved {folder} in {time.perf_counter() - started:.1f} s")
 
-    def loader(self, dataset: GPTDataset | None, consumed_samples: int) -> Iterator[Batch]:
+    def loader(self, dataset: SampleDataset | None, consumed_samples: int) -> Iterator[Batch]:
         """Micro-batches of this rank, from ``consumed_samples`` on."""
         assert dataset is not None
         config = self.config

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from trimegatron.data.gpt_dataset import GPTDataset
+from trimegatron.data.cyclic import SampleDataset
 from trimegatron.data.sampler import MicroBatchSampler
 from trimegatron.errors import DataError
 
@@ -41,7 +41,7 @@ def make_batch(samples: np.ndarray, sample_numbers: Sequence[int], masked_token:
 class _Batches(Dataset):
     """The DataLoader's view: it asks for one micro-batch of indices at a time."""
 
-    def __init__(self, dataset: GPTDataset, masked_token: int | None) -> None:
+    def __init__(self, dataset: SampleDataset, masked_token: int | None) -> None:
         self.dataset, self.masked_token = dataset, masked_token
 
     def __getitem__(self, index: int) -> Batch:
@@ -63,7 +63,7 @@ def _ignore_signals(_: int) -> None:
 
 
 def build_loader(
-    dataset: GPTDataset,
+    dataset: SampleDataset,
     *,
     consumed_samples: int,
     micro_batch_size: int,
