@@ -67,7 +67,7 @@ def _fill(part: BlendIndices, weights: np.ndarray, names: np.ndarray, counts: np
         ends = np.empty_like(starts)
         stale = np.arange(num_lanes)
         for _ in range(_ROUNDS):
-            picked, taken, ends[stale] = _run(weights, starts[stale], begins[stale])
+            picked, taken, ends[stale] = _run(weights, starts[stale], begins[stale], _STEPS)
             lanes.dataset_index[stale], lanes.dataset_sample_index[stale] = names[picked], taken
             changed = (starts[1:] != ends[:-1]).any(axis=1)
             starts[1:] = ends[:-1]
@@ -84,7 +84,7 @@ def _fill(part: BlendIndices, weights: np.ndarray, names: np.ndarray, counts: np
 
 
 def _run(
-    weights: np.ndarray, counts: np.ndarray, begins: np.ndarray, steps: int = _STEPS
+    weights: np.ndarray, counts: np.ndarray, begins: np.ndarray, steps: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The rule on R lanes: what is picked [R, steps], the number of that sample in its set, the counts after."""
     lanes = np.arange(len(counts))
