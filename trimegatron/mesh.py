@@ -50,7 +50,10 @@ class Mesh:
 
     def is_first_to(self, deed: str) -> bool:
         """True for the first rank that asks, False for all after it: what every rank may find, one of them says."""
-        return self.store is None or self.store.add(f"trimegatron/{deed}", 1) == 1
+        try:
+            return self.store is None or self.store.add(f"trimegatron/{deed}", 1) == 1
+        except dist.DistNetworkError:
+            return False  # the rank that held the store is gone; it asked before it went
 
     def barrier(self) -> None:
         """Wait for all ranks."""

@@ -85,28 +85,29 @@ class _Vigil:
         return task.result[0]
 
     def _fail(self, error: BaseException) -> None:
-        """Tell the others, let them read it, and raise."""
+        """Tell the others, and raise."""
         if isinstance(error, UserError):
             kind, text = type(error).__name__, str(error)
         else:
             kind, text = "DataError", f"{self.what}: rank {self.rank}: {type(error).__name__}: {error}"
         if self.store.add(f"{self.key}/failed", 1) == 1:
             self.store.set(f"{self.key}/error", json.dumps([kind, text]))
-            self._wait_for_readers()
-        else:
-            self.store.add(f"{self.key}/read", 1)
+        self._leave()
         raise error
 
     def _check_others(self) -> None:
         if not self.store.check([f"{self.key}/error"]):
             return
         kind, text = json.loads(self.store.get(f"{self.key}/error"))
-        self.store.add(f"{self.key}/read", 1)
-        if self.rank == 0:  # it may hold the store
-            self._wait_for_readers()
+        self._leave()
         raise _KINDS.get(kind, DataError)(text)
 
-    def _wait_for_readers(self) -> None:
+    def _leave(self) -> None:
+        """Rank 0 goes last: it may hold the store, which the others still need to read the error and to speak."""
+        if self.rank > 0:
+            self.store.add(f"{self.key}/left", 1)
+            return
         end = time.monotonic() + FAREWELL_SECONDS
-        while self.store.add(f"{self.key}/read", 0) < self.size - 1 and time.monotonic() < end:
+        while self.store.add(f"{self.key}/left", 0) < self.size - 1 and time.monotonic() < end:
             time.sleep(POLL_SECONDS)
+        time.sleep(POLL_SECONDS)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import multiprocessing
 import os
+import platform
 import signal
 import time
 from collections.abc import Iterator
@@ -212,3 +214,48 @@ def test_lock_is_held_only_while_building(tmp_path: Path) -> None:
     with cache.lock_file.open("ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises when still held
     assert json.loads(cache.description_file.read_text())["a"] == 1
+
+
+def _build_in_child(prefix: Path, cache: Path, report: multiprocessing.SimpleQueue) -> None:
+    lines: list[str] = []
+    train = build(prefix, lines, cache_dir=cache)
+    report.put([train[i].tolist() for i in range(3)])
+
+
+def test_twenty_pairs_that_start_at_once(tmp_path: Path) -> None:
+    write(tmp_path / "x")
+    expected = [build(tmp_path / "x", cache_dir=tmp_path / "alone")[i].tolist() for i in range(3)]
+    context = multiprocessing.get_context("fork")
+    for pair in range(20):
+        report = context.SimpleQueue()
+        both = [
+            context.Process(target=_build_in_child, args=(tmp_path / "x", tmp_path / str(pair), report))
+            for _ in range(2)
+        ]
+        for process in both:
+            process.start()
+        assert [_next(report), _next(report)] == [expected, expected]
+        for process in both:
+            process.join(10)
+        assert len(list((tmp_path / str(pair)).glob("*.npy"))) == 6
+        assert not list((tmp_path / str(pair)).glob("*.tmp")) + list((tmp_path / str(pair)).glob(".*.tmp"))
+
+
+def test_what_a_killed_builder_left_is_cleared_away(tmp_path: Path) -> None:
+    cache = IndexCache(tmp_path, "t", GPTIndices, {"a": 1}, print)
+    left = [tmp_path / f".{cache.files[0].name}.{host}-77.tmp" for host in (platform.node(), "other")]
+    for path in left:
+        path.touch()
+    cache.load_or_build(lambda: _maps(5))
+    assert [path.exists() for path in left] == [False, True]  # another node's may be in the making
+
+
+def test_without_locks_each_builds_for_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    lines: list[str] = []
+    maps = IndexCache(tmp_path, "t", GPTIndices, {"a": 1}, lines.append).load_or_build(lambda: _maps(5))
+    assert maps.document_index.tolist() == [5, 5, 5]
+    assert any("has no locks" in line for line in lines)
