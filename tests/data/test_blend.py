@@ -163,6 +163,11 @@ def test_mixture_is_made_of_the_sets_samples(tmp_path: Path) -> None:
     sets, samples = by_the_rule([3, 1], 40)
     for i, (d, k) in enumerate(zip(sets, samples, strict=True)):
         np.testing.assert_array_equal(mixed[i], alone[d][k])  # type: ignore[index]
+    together = mixed.__getitems__(range(40))  # type: ignore[arg-type]
+    np.testing.assert_array_equal(together, [mixed[i] for i in range(40)])
+    np.testing.assert_array_equal(mixed.__getitems__([7, 3]), [mixed[7], mixed[3]])
+    with pytest.raises(IndexError, match="samples 0 to 99 of 40"):
+        mixed.__getitems__([0, 99])
     assert mixed.sources(np.arange(40)) == {a: 30, b: 10}
     assert lines[0].startswith("train: a blend of 2 sets, 40 samples of 4 tokens needed")
     assert lines[1].startswith(f"  0.75 from {a}: 30 samples, 0.8571 epochs of 20 documents")

@@ -58,6 +58,23 @@ class BlendedDataset:
         assert dataset is not None
         return dataset[self.indices.dataset_sample_index[index]]
 
+    def __getitems__(self, indices: Sequence[int]) -> np.ndarray:
+        """The samples of ``indices``, int64 [b, L + 1]; those of one set are read together."""
+        chosen = np.asarray(indices, np.int64)
+        if not (chosen.min() >= 0 and chosen.max() < len(self)):
+            raise IndexError(f"samples {chosen.min()} to {chosen.max()} of {len(self)} ({self.name})")
+        sets, numbers = self.indices.dataset_index[chosen], self.indices.dataset_sample_index[chosen]
+        samples: np.ndarray | None = None
+        for k in np.unique(sets).tolist():
+            dataset = self.datasets[k]
+            assert dataset is not None
+            (here,) = np.nonzero(sets == k)
+            found = dataset.__getitems__(numbers[here].tolist())
+            samples = np.empty((len(chosen), found.shape[1]), np.int64) if samples is None else samples
+            samples[here] = found
+        assert samples is not None
+        return samples
+
     def sources(self, samples: np.ndarray) -> dict[str, int]:
         """How many of ``samples``, dataset indices, come from which prefix."""
         counts = np.bincount(self.indices.dataset_index[samples], minlength=len(self.datasets))

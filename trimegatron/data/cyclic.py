@@ -10,6 +10,7 @@ mbs: micro-batch size; dp: data-parallel size; a group is mbs · dp samples, one
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -53,6 +54,10 @@ class CyclicDataset:
     def __getitem__(self, number: int) -> np.ndarray:
         return self.dataset[int(self.order(np.array([number]))[0])]
 
+    def __getitems__(self, numbers: Sequence[int]) -> np.ndarray:
+        """The samples that are consumed at ``numbers``, int64 [b, L + 1]."""
+        return self.dataset.__getitems__(self.order(np.asarray(numbers, np.int64)).tolist())
+
     def order(self, numbers: np.ndarray) -> np.ndarray:
         """Which samples of the dataset the ``numbers``-th consumed ones are, int64."""
         passes, within = np.divmod(numbers, self.pass_length)
@@ -83,4 +88,4 @@ class CyclicDataset:
 
 
 SampleDataset = GPTDataset | BlendedDataset | CyclicDataset
-"""What a loader reads: ``len``, ``[i]`` → int64 [L + 1], ``name``, ``sources``."""
+"""What a loader reads: ``len``, ``[i]`` → int64 [L + 1], ``__getitems__`` → int64 [b, L + 1], ``name``, ``sources``."""

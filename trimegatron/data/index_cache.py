@@ -149,7 +149,7 @@ def _write_array(file: BinaryIO, array: np.ndarray | Chunks) -> str:
     np.lib.format.write_array_header_1_0(
         header, {"descr": array.dtype.str, "fortran_order": False, "shape": tuple(array.shape)}
     )
-    parts = array.parts if isinstance(array, Chunks) else [np.ascontiguousarray(array)]
+    parts = array.parts() if isinstance(array, Chunks) else [np.ascontiguousarray(array)]
     file.write(header.getbuffer())
     digest.update(header.getbuffer())
     rows = 0

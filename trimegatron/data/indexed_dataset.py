@@ -141,6 +141,10 @@ class IndexedDataset:
             return self.tokens[start + offset : start + stop]
         return self._read(start + offset, stop - offset)
 
+    def starts_of(self, sequences: np.ndarray) -> np.ndarray:
+        """int64: the place in ``tokens`` where each of ``sequences`` begins."""
+        return self._starts[sequences] // self._starts_per_token
+
     def _read(self, start: int, length: int) -> np.ndarray:
         """Tokens from the file itself. ``pread`` has no position to share: forked processes may use one descriptor."""
         assert self._file is not None
