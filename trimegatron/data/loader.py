@@ -48,7 +48,7 @@ class _Batches(Dataset):
         return self.__getitems__([index])
 
     def __getitems__(self, indices: list[int]) -> Batch:
-        return make_batch(self.dataset.__getitems__(indices), indices, self.masked_token)
+        return make_batch(np.stack([self.dataset[i] for i in indices]), indices, self.masked_token)
 
 
 def _unchanged(batch: Any) -> Any:
