@@ -28,7 +28,7 @@ LEVELS: list[set[str]] = [
         "data.sampler",
         "data.index_cache",
     },
-    {"preprocess", "data", "tensor_parallel", "data_parallel", "pipeline_parallel", "optim"},
+    {"preprocess", "data", "tensor_parallel", "data_parallel", "pipeline_parallel", "optim", "together"},
     {"model"},
     {"metrics", "checkpoint"},
     {"trainer", "generate"},

@@ -73,8 +73,11 @@ class Mesh:
         """Leave word that this rank fails; True for the first one, which is to say why."""
         if self.store is None:
             return True
-        self.store.set(FAILURE, str(exit_code))
-        return self.store.add("trimegatron/failures", 1) == 1
+        try:
+            self.store.set(FAILURE, str(exit_code))
+            return self.store.add("trimegatron/failures", 1) == 1
+        except RuntimeError:  # the rank that held the store is gone; it spoke before it went
+            return False
 
     def failure_elsewhere(self) -> int | None:
         """The exit code of a rank that failed before this one's collective broke, or None."""

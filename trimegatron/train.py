@@ -18,7 +18,10 @@ from trimegatron.checkpoint.checkpoint import CheckpointState, Progress, load_ch
 from trimegatron.checkpoint.directory import checkpoint_folder, checkpoints, problem_with, require_checkpoint
 from trimegatron.config import Config, read_train_args
 from trimegatron.config.schedule import Schedule
-from trimegatron.data.gpt_dataset import build_gpt_datasets
+from trimegatron.data.blended_dataset import build_splits
+from trimegatron.data.cyclic import CyclicDataset, SampleDataset
+from trimegatron.data.gpt_dataset import GPTDatasetBuilder
+from trimegatron.data.record import DataRecord
 from trimegatron.data_parallel.buffer import ParameterBuffer
 from trimegatron.errors import CheckpointError, ConfigError, DataError, UserError
 from trimegatron.mesh import Mesh, close_mesh, init_mesh, launched_world_size, select_device
@@ -27,6 +30,7 @@ from trimegatron.model.build import build_model, model_spec
 from trimegatron.optim.adamw import FlatAdamW
 from trimegatron.optim.scaler import DynamicLossScaler, LossScaler
 from trimegatron.tensor_parallel.embedding import padded_vocab_size
+from trimegatron.together import on_every_rank
 from trimegatron.tokenizer import Tokenizer, build_tokenizer
 from trimegatron.trainer import Datasets, Trainer
 
@@ -96,7 +100,9 @@ def run(config: Config, mesh: Mesh, tokenizer: Tokenizer, say: Say) -> None:
 
 def build_trainer(config: Config, mesh: Mesh, tokenizer: Tokenizer, checkpoint: Path | None, say: Say) -> Trainer:
     """The trainer, at the start of the run or where ``checkpoint`` left it."""
-    datasets, data_description = build_datasets(config, say)
+    datasets, data_record = on_every_rank(
+        mesh, lambda: build_datasets(config, mesh, say), what="preparing the data", say=say
+    )
     model = build_model(config, mesh)
     fp32_grads = config.precision.accumulate_allreduce_grads_in_fp32 or config.precision.params_dtype == "float32"
     buffer = ParameterBuffer(
@@ -121,6 +127,8 @@ def build_trainer(config: Config, mesh: Mesh, tokenizer: Tokenizer, checkpoint: 
         )
         if not config.checkpoint.finetune:
             progress, interval = state.progress, Interval(**state.interval)
+            for line in data_record.resume(state.data, progress.consumed_samples):
+                say(f"note: {line}")
         if with_optimizer:
             scaler.load(state.scaler)
             schedule = resume_schedule(config, state)
@@ -139,39 +147,47 @@ def build_trainer(config: Config, mesh: Mesh, tokenizer: Tokenizer, checkpoint: 
         tokenizer=tokenizer,
         metrics=metrics,
         progress=progress,
-        data_description=data_description,
+        data_record=data_record,
     )
     if checkpoint is not None and progress.iteration > 0 and is_save_folder(config, checkpoint.parent):
         trainer.saved_at = progress.iteration
     return trainer
 
 
-def build_datasets(config: Config, say: Say) -> tuple[Datasets, dict[str, Any]]:
-    """The splits, with Megatron's number of samples each, and what of them a checkpoint records."""
-    training = config.training
+def build_datasets(config: Config, mesh: Mesh, say: Say) -> tuple[Datasets, DataRecord]:
+    """The splits, with Megatron's number of samples each, and the record of the data for checkpoints."""
+    training, data = config.training, config.data
     evaluation = training.eval_iters * training.global_batch_size
     needed = {
         "train": training.train_iters * training.global_batch_size,
         "valid": (training.train_iters // training.eval_interval + 1) * evaluation,
         "test": evaluation,
     }
-    train, valid, test = build_gpt_datasets(
-        config.data.data_path[0],
-        split=config.data.split,
-        seq_length=config.data.seq_length,
-        seed=training.seed,
-        num_samples=needed,
-        cache_dir=config.data.data_cache_path,
-        log=say,
+    builder = GPTDatasetBuilder(
+        data.seq_length, training.seed, data.megatron_compat, data.data_impl, data.data_cache_path, say
     )
-    if train is None:
-        raise DataError(
-            f"--split ({config.data.split}) gives the training set no documents. Give it a larger first number"
-        )
-    if valid is None and training.eval_iters > 0:
-        say(f"no validation: --split {config.data.split} gives it no documents")
-    description = {"path": config.data.data_path[0], "split": config.data.split, "samples": needed}
-    return Datasets(train, valid, test), description
+    built = build_splits(data.blends(), split=data.split, num_samples=needed, builder=builder)
+    if built["train"] is None:
+        raise DataError(f"--split ({data.split}) gives the training set no documents. Give it a larger first number")
+    if built["valid"] is None and training.eval_iters > 0:
+        where = f"--split {data.split}" if data.data_path else "--valid-data-path, which is not given,"
+        say(f"no validation: {where} gives it no documents")
+    order: dict[str, Any] = {"dataloader_type": data.dataloader_type}
+    splits: list[SampleDataset | None] = [built["train"], built["valid"], built["test"]]
+    if data.dataloader_type == "cyclic":
+        layout = training.micro_batch_size, mesh.data.size
+        splits = [d and CyclicDataset(d, *layout, sharded=data.data_sharding) for d in built.values()]
+        order |= {"data_sharding": data.data_sharding, "micro_batch_size": layout[0], "data_parallel_size": layout[1]}
+    train, valid, test = splits
+    assert train is not None
+    paths = [prefix for blend in data.blends().values() for prefix in blend.prefixes]
+    description = {
+        "megatron_compat": data.megatron_compat,
+        "paths": paths,
+        **order,
+        "train": built["train"].description,
+    }
+    return Datasets(train, valid, test), DataRecord(description, train)
 
 
 def with_vocab_size(config: Config, tokenizer: Tokenizer) -> Config:

@@ -12,7 +12,6 @@ from collections.abc import Generator, Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,8 +21,9 @@ from trimegatron.checkpoint.checkpoint import Progress, save_checkpoint
 from trimegatron.config import Config
 from trimegatron.config.schedule import Schedule
 from trimegatron.data.boundaries import DocumentBoundaries
-from trimegatron.data.gpt_dataset import GPTDataset
+from trimegatron.data.cyclic import SampleDataset
 from trimegatron.data.loader import Batch, build_loader
+from trimegatron.data.record import DataRecord
 from trimegatron.data_parallel.buffer import ParameterBuffer
 from trimegatron.errors import DataError, DivergedError
 from trimegatron.mesh import Mesh
@@ -42,9 +42,9 @@ LOOKED_AT = 256
 class Datasets:
     """The three splits; one is None where there is nothing to read or nothing that asks for it."""
 
-    train: GPTDataset | None
-    valid: GPTDataset | None
-    test: GPTDataset | None
+    train: SampleDataset | None
+    valid: SampleDataset | None
+    test: SampleDataset | None
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Trainer:
         tokenizer: Tokenizer,
         metrics: MetricsWriter,
         progress: Progress,
-        data_description: dict[str, Any],
+        data_record: DataRecord,
     ):
         self.config = config
         self.mesh = mesh
@@ -85,7 +85,7 @@ class Trainer:
         self.tokenizer = tokenizer
         self.metrics = metrics
         self.progress = progress
-        self.data_description = data_description
+        self.data_record = data_record
         self.boundaries = DocumentBoundaries(
             tokenizer.eod,
             eod_mask_loss=config.data.eod_mask_loss,
@@ -232,7 +232,7 @@ class Trainer:
         )
 
     @torch.no_grad()
-    def evaluate(self, split: str, dataset: GPTDataset | None, *, window: int) -> None:
+    def evaluate(self, split: str, dataset: SampleDataset | None, *, window: int) -> None:
         """The loss over ``eval_iters`` global batches of ``dataset``: number ``window`` of its runs of that many."""
         if dataset is None:
             return
@@ -270,7 +270,7 @@ class Trainer:
                 progress=self.progress,
                 optimizer=self.optimizer,
                 scaler=self.scaler.state(),
-                data=self.data_description,
+                data=self.data_record.state(self.progress.consumed_samples),
                 interval=asdict(self.metrics.interval),
                 tokenizer=self.tokenizer,
                 mesh=self.mesh,
@@ -278,7 +278,7 @@ class Trainer:
             self.saved_at = self.progress.iteration
             self.say(f"saved {folder} in {time.perf_counter() - started:.1f} s")
 
-    def loader(self, dataset: GPTDataset | None, consumed_samples: int) -> Generator[Batch]:
+    def loader(self, dataset: SampleDataset | None, consumed_samples: int) -> Generator[Batch]:
         """Micro-batches of this rank, from ``consumed_samples`` on."""
         assert dataset is not None
         config = self.config
@@ -293,7 +293,7 @@ class Trainer:
             pin_memory=self.mesh.device.type == "cuda",
         )
 
-    def look_for_boundaries(self, dataset: GPTDataset | None) -> None:
+    def look_for_boundaries(self, dataset: SampleDataset | None) -> None:
         """Say so where the data does not look as if the options about ends of documents could do anything."""
         if dataset is not None and self.mesh.is_first_rank:
             note = self.boundaries.missing_from(dataset[i] for i in range(min(len(dataset), LOOKED_AT)))

@@ -9,6 +9,7 @@ import pytest
 
 from tests.config.train_line import read
 from trimegatron.config import parse_split
+from trimegatron.config.blend import Blend
 from trimegatron.errors import ConfigError
 
 GPT2 = "--tokenizer-type GPT2BPETokenizer"
@@ -89,8 +90,17 @@ GPT2 = "--tokenizer-type GPT2BPETokenizer"
         # Data and tokenizer
         ("--data-path other", ["--data-path (other)", "no file other.bin"]),
         ("--data-path set.bin", ["--data-path (set.bin)", "Leave out the ending: --data-path set."]),
-        ("--data-path 0.5 set 0.5 set", ["--data-path (0.5 set 0.5 set) must be one prefix", "not supported yet"]),
-        ("--data-path set set", ["--data-path (set set) must be one prefix", "got 2 values"]),
+        ("--data-path 0.5 set 0.5 other", ["--data-path (other)", "no file other.bin"]),
+        ("--data-path set other", ["--data-path (other)", "no file other.bin"]),
+        ("--data-path 0.5 set 0.5", ["--data-path (0.5 set 0.5) must end with a prefix", "the weight 0.5 has none"]),
+        ("--data-path 0.5 set set set", ["mixes weights and bare prefixes", "'set' is where a weight is due"]),
+        ("--data-path -0.5 set 1 set", ["must have weights of at least 0", "got -0.5"]),
+        ("--data-path nan set 1 set", ["must have weights of at least 0", "got nan"]),
+        ("--data-path 0 set 0 set", ["must have weights with a sum above 0"]),
+        ("--train-data-path set", ["--train-data-path (set) and --data-path exclude each other"]),
+        ("--data-impl fast", ["--data-impl (fast) must be one of infer, mmap, lazy, cached"]),
+        ("--megatron-compat 2023", ["--megatron-compat (2023) must be one of 2022, 2026"]),
+        ("--dataloader-type external", ["--dataloader-type (external) is not supported yet", "Use single or cyclic"]),
         ("--data-path", ["--data-path is required"]),
         ("--tokenizer-type SentencePieceTokenizer", ["--tokenizer-type (SentencePieceTokenizer) must be one of"]),
         (GPT2, ["--vocab-file is required with --tokenizer-type GPT2BPETokenizer"]),
@@ -207,3 +217,24 @@ def test_splits_refused(text: str) -> None:
 def test_kv_channels_free_the_heads(work: Path) -> None:
     config = read("--num-attention-heads 5 --kv-channels 16").config
     assert (config.model.num_attention_heads, config.model.kv_channels) == (5, 16)
+
+
+def test_where_the_samples_come_from(work: Path) -> None:
+    def blends(extra: str) -> dict[str, Blend]:
+        return read(extra, without="--data-path").config.data.blends()
+
+    assert blends("--data-path set") == {"data": Blend(("set",), None)}
+    assert blends("--data-path set set") == {"data": Blend(("set", "set"), None)}
+    assert blends("--data-path 3 set 0 nowhere") == {"data": Blend(("set", "nowhere"), (3.0, 0.0))}
+    each = blends("--train-data-path 1 set 2 set --valid-data-path set")
+    assert each == {"train": Blend(("set", "set"), (1.0, 2.0)), "valid": Blend(("set",), None)}
+    with pytest.raises(ConfigError, match="--train-data-path is required with --valid-data-path"):
+        blends("--valid-data-path set")
+    with pytest.raises(ConfigError, match="--data-path is required"):
+        blends("")
+    (note,) = read("--train-data-path set --split 9,1,0", without="--data-path").notes
+    assert note.startswith("--split has no effect")
+
+
+def test_the_rules_of_2022_take_the_first_three_numbers(work: Path) -> None:
+    assert read("--split 1,2,3,4 --megatron-compat 2022").config.data.split == "1,2,3,4"

@@ -118,7 +118,6 @@ def test_options_of_todays_megatron(work: Path, line: str, notes: int) -> None:
         "--async-save",
         "--save-retain-interval 10",
         "--mock-data",
-        "--train-data-path a",
         "--overlap-param-gather",
         "--context-parallel-size 2",
         "--recompute-modules core_attn",

@@ -52,6 +52,29 @@ def test_each_epoch_reads_each_token_once(tmp_path: Path) -> None:
     assert len(set(inputs.tolist())) == 20
 
 
+@pytest.mark.parametrize("impl", ["mmap", "lazy", "cached"])
+def test_a_micro_batch_at_once_is_the_samples(tmp_path: Path, impl: str) -> None:
+    write(tmp_path / "x", [3, 0, 8, 1, 1, 4, 7, 0, 25, 2])
+    dataset = build(tmp_path / "x", split="1,0,0", num_samples=(40, 0, 0), impl=impl)[0]
+    assert dataset is not None
+    everything = dataset.__getitems__(range(len(dataset)))  # type: ignore[arg-type]
+    np.testing.assert_array_equal(everything, [dataset[i] for i in range(len(dataset))])
+    np.testing.assert_array_equal(dataset.__getitems__([9, 2]), everything[[9, 2]])
+    for wrong in ([0, 1, 2, len(dataset)], [-1, 0, 1, 2], [len(dataset)]):
+        with pytest.raises(IndexError):
+            dataset.__getitems__(wrong)
+
+
+def test_a_corpus_shorter_than_one_sample_is_repeated(tmp_path: Path) -> None:
+    """Megatron of 2022 stops with an assertion, today's waits for ever."""
+    write(tmp_path / "x", [3])
+    lines: list[str] = []
+    train = build(tmp_path / "x", lines, split="1,0,0", seq_length=8, num_samples=(2, 0, 0))[0]
+    assert train is not None
+    assert train[1].tolist() == [2, 0, 1, 2, 0, 1, 2, 0, 1] or train[1].tolist() == [0, 1, 2] * 3
+    assert "6 epochs for 2 samples" in lines[0]
+
+
 def test_numpy_and_mapping_arguments(tmp_path: Path) -> None:
     write(tmp_path / "x", [7] * 20)
     train, valid, test = build(tmp_path / "x", num_samples={"train": 4})

@@ -56,6 +56,17 @@ def test_split_ranges_equal_megatron(split: str) -> None:
         assert ranges == expected["new"], count
 
 
+@pytest.mark.parametrize("split", SPLIT_TABLE)
+def test_split_ranges_equal_megatron_of_2022(split: str) -> None:
+    for count, expected in SPLIT_TABLE[split].items():
+        bounds = expected["old"]
+        for k, found in enumerate(split_ranges(split, int(count), 2022)):
+            if found is None:  # a weight of 0
+                assert bounds[k] == bounds[k + 1], count
+            else:
+                assert list(found) == bounds[k : k + 2], count
+
+
 @pytest.mark.parametrize("split", ["-1,1,0", "90,abc5,5", "0,0,0", "", "nan,1,1", "1,inf,1"])
 def test_split_that_makes_no_sense_is_refused(split: str) -> None:
     with pytest.raises(ConfigError, match="split"):

@@ -129,7 +129,12 @@ def _check_supported(config: Config) -> None:
             "Use --tensor-model-parallel-size and data parallelism.",
         ),
         ("optimizer", config.optimizer.optimizer, config.optimizer.optimizer != "adam", "Use adam."),
-        ("dataloader_type", config.data.dataloader_type, config.data.dataloader_type != "single", "Use single."),
+        (
+            "dataloader_type",
+            config.data.dataloader_type,
+            config.data.dataloader_type == "external",
+            "Use single or cyclic.",
+        ),
     ]
     for name, value, refused, way_out in later:
         if refused:
@@ -160,30 +165,25 @@ def check_machine(config: Config) -> None:
 
 
 def _check_data_path(data: DataConfig) -> None:
-    if not data.data_path:
+    blends = data.blends()
+    if not blends:
         fail(
             "data_path",
             None,
             "is required",
             way_out="Give the prefix that `trimegatron preprocess` wrote, without .bin and .idx.",
         )
-    if len(data.data_path) > 1:
-        fail(
-            "data_path",
-            " ".join(data.data_path),
-            "must be one prefix: blending several, and weights, are not supported yet",
-            f"got {len(data.data_path)} values",
-            "Merge the sets beforehand.",
-        )
-    (prefix,) = data.data_path
+    if "data" not in blends and "train" not in blends:
+        fail("train_data_path", None, f"is required with --{next(iter(blends))}-data-path", way_out="Add it.")
+    for split, blend in blends.items():
+        name = "data_path" if split == "data" else f"{split}_data_path"
+        for prefix in blend.used:
+            _check_pair(name, prefix)
+
+
+def _check_pair(name: str, prefix: str) -> None:
     for ending in (".bin", ".idx"):
         if not Path(prefix + ending).is_file():
             stem = prefix.removesuffix(".bin").removesuffix(".idx")
-            advice = f"Leave out the ending: --data-path {stem}." if stem != prefix else "Check the path."
-            fail(
-                "data_path",
-                prefix,
-                "must be the prefix of a .bin and an .idx file",
-                f"no file {prefix}{ending}",
-                advice,
-            )
+            advice = f"Leave out the ending: {kebab(name)} {stem}." if stem != prefix else "Check the path."
+            fail(name, prefix, "must be the prefix of a .bin and an .idx file", f"no file {prefix}{ending}", advice)

@@ -137,13 +137,12 @@ FOREIGN: tuple[Foreign, ...] = (
     _ignored("no_persist_layer_norm", False, "--kernels chooses the layer norm"),
     _ignored("gradient_accumulation_fusion", True, "weight gradients are accumulated in the gradient buffer anyway"),
     # Data
-    _later("data_impl", "infer", "Use mmap; preprocess the data again with --dataset-impl mmap.", accepts=("mmap",)),
     _ignored("mmap_warmup", False, "files are read as they are needed"),
     _ignored("vocab_extra_ids", 0, "it is for T5 only"),
+    _ignored(
+        "num_dataset_builder_threads", 1, "each process builds what no other has built; the disk's cache is shared"
+    ),
     _later("mock_data", False, "Use a small set made by `trimegatron preprocess`."),
-    _later("train_data_path", None, "Use --data-path with --split.", list[str]),
-    _later("valid_data_path", None, "Use --data-path with --split.", list[str]),
-    _later("test_data_path", None, "Use --data-path with --split.", list[str]),
     # Logging
     _ignored("timing_log_level", 0, TIMING),
     _ignored("barrier_with_level_1_timing", True, TIMING),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trimegatron.config.options import REQUIRED, Options, option
+from trimegatron.config.blend import Blend, parse_blend
+from trimegatron.config.options import REQUIRED, Options, fail, option
 from trimegatron.config.split import parse_split
 
 
@@ -12,7 +13,17 @@ from trimegatron.config.split import parse_split
 class DataConfig(Options):
     """Data and tokenizer"""
 
-    data_path: list[str] = option([], "prefix of the .bin and .idx files", nargs="*", metavar="PREFIX")
+    data_path: list[str] = option(
+        [],
+        "prefix of the .bin and .idx files; or WEIGHT PREFIX WEIGHT PREFIX …; or several prefixes, drawn from by size",
+        nargs="*",
+        metavar="PREFIX",
+    )
+    train_data_path: list[str] | None = option(
+        None, "as --data-path, for training only; all of it is used, there is no --split", metavar="PREFIX"
+    )
+    valid_data_path: list[str] | None = option(None, "as --train-data-path, for validation", metavar="PREFIX")
+    test_data_path: list[str] | None = option(None, "as --train-data-path, for the test", metavar="PREFIX")
     split: str = option("969, 30, 1", "proportions of training, validation and test documents")
     seq_length: int = option(REQUIRED, "tokens of one sample", unit="tokens", minimum=1)
     tokenizer_type: str = option(
@@ -28,8 +39,25 @@ class DataConfig(Options):
     data_cache_path: str | None = option(
         None, "folder for the document, sample and shuffle index", derived="beside the data", metavar="DIR"
     )
+    data_impl: str = option(
+        "infer",
+        "how tokens are read; their layout is told by the file. mmap (infer): mapped; lazy: read when needed, memory "
+        "stays flat; cached: held in memory by every process",
+        choices=("infer", "mmap", "lazy", "cached"),
+    )
+    megatron_compat: int = option(
+        2026,
+        "ours. Megatron-LM's rules of which year cut the splits and size the sets of a blend",
+        choices=(2022, 2026),
+    )
     dataloader_type: str = option(
-        "single", "single: one pass over the shuffled index", choices=("single", "cyclic", "external")
+        "single",
+        "single: one pass over the shuffled index, the same order in every layout; cyclic: shuffled anew in each pass, "
+        "in an order that depends on the layout",
+        choices=("single", "cyclic", "external"),
+    )
+    data_sharding: bool = option(
+        True, "with cyclic, shuffle over all samples instead of a shard for each data-parallel rank"
     )
     eod_mask_loss: bool = option(False, "no loss where the input is the end-of-document token")
     reset_position_ids: bool = option(False, "positions restart after the end-of-document token")
@@ -37,7 +65,25 @@ class DataConfig(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        parse_split(self.split)
+        parse_split(self.split, self.megatron_compat)
+        self.blends()
+
+    def blends(self) -> dict[str, Blend]:
+        """Where the samples come from: under ``data`` what --split cuts, or each split's own under its name.
+
+        Raises:
+            ConfigError: both ways at once, or a wrong list.
+        """
+        own = {split: values for split in ("train", "valid", "test") if (values := getattr(self, f"{split}_data_path"))}
+        if own and self.data_path:
+            fail(
+                f"{next(iter(own))}_data_path",
+                " ".join(next(iter(own.values()))),
+                "and --data-path exclude each other",
+                way_out="Name the sets of each split, or give --data-path with --split.",
+            )
+        found = {split: parse_blend(values, f"{split}_data_path") for split, values in own.items()}
+        return found or ({"data": parse_blend(self.data_path)} if self.data_path else {})
 
 
 @dataclass(frozen=True, kw_only=True)

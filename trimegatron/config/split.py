@@ -5,8 +5,10 @@ from __future__ import annotations
 from trimegatron.config.options import fail
 
 
-def parse_split(text: str) -> tuple[float, float, float]:
+def parse_split(text: str, compat: int = 2026) -> tuple[float, float, float]:
     """The three proportions as given, not normalized; those left out are 0.
+
+    ``compat`` 2022: as Megatron-LM then, only the first three numbers count.
 
     Separated by commas or slashes. Unlike Megatron-LM, which picks every run of digits and dots out of the text
     ("-1,1,0" becomes 1, 1, 0), anything that is not a number at least 0 is refused.
@@ -16,6 +18,8 @@ def parse_split(text: str) -> tuple[float, float, float]:
     """
     way_out = "Write for example 969,30,1."
     parts = text.replace("/", ",").split(",")
+    if compat == 2022:
+        parts = parts[:3]
     if len(parts) > 3:
         fail("split", text, "must have at most three numbers: training, validation, test", f"got {len(parts)}", way_out)
     numbers = []

@@ -117,6 +117,7 @@ def _idle_options(config: Config, given: Given) -> list[str]:
         ("no_load_rng", True, no_random_state),
         ("save_interval", config.checkpoint.save is None, "there is no --save"),
         ("no_save_optim", config.checkpoint.save is None, "there is no --save"),
+        ("split", not config.data.data_path, "each split has its own data path"),
         *(
             (name, config.checkpoint.load is None, "there is no --load")
             for name in (

@@ -1,12 +1,14 @@
 """The GPT dataset: samples of L + 1 tokens in a shuffled order that is fixed by the seed.
 
-Each *sequence* of the index file counts as a document, as in Megatron. ``indices.py`` has the rules of the order.
+Each *sequence* of the index file counts as a document, as in Megatron. ``indices.py`` has the rules of the order,
+``blended_dataset.py`` mixes several of these.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import numpy as np
 
 from trimegatron.data.index_cache import IndexCache, Log
 from trimegatron.data.indexed_dataset import IndexedDataset
-from trimegatron.data.indices import Epochs, GPTIndices, build_indices
+from trimegatron.data.indices import Epochs, GPTIndices, stream_indices
 from trimegatron.data.splits import SPLITS, Range, split_ranges
 from trimegatron.errors import DataError
 
@@ -32,6 +34,7 @@ class GPTDataset:
         name: ``train``, ``valid`` or ``test``.
         index_files: where ``indices`` are mapped from; with them a worker process maps the files instead of receiving
             copies.
+        description: all that ``indices`` depend on, JSON-ready.
     """
 
     def __init__(
@@ -41,9 +44,11 @@ class GPTDataset:
         seq_length: int,
         name: str,
         index_files: Sequence[Path] = (),
+        description: Mapping[str, Any] | None = None,
     ) -> None:
         self.data, self.indices, self.seq_length, self.name = data, indices, seq_length, name
         self.index_files = tuple(index_files)
+        self.description = dict(description or {})
 
     def __len__(self) -> int:
         """Samples that were built, n: at least as many as were asked for."""
@@ -73,7 +78,8 @@ class GPTDataset:
         The places of all pieces are computed together. That takes some twenty calls however many samples there are, so
         it pays from a few on, and the more so the shorter the documents.
         """
-        if len(indices) < _FEW:
+        tokens = self.data.tokens
+        if len(indices) < _FEW or tokens is None:
             return np.stack([self[index] for index in indices])
         chosen = np.asarray(indices, np.int64)
         if not (chosen.min() >= 0 and chosen.max() < len(self)):
@@ -90,10 +96,14 @@ class GPTDataset:
         piece_end = piece_begin + self.data.sizes[sequences]
         piece_end[stops - 1] = piece_begin[stops - 1] + end + 1  # before the next line: both may be the same piece
         piece_begin[stops - counts] += begin
-        pieces = [self.data.tokens[i:j] for i, j in zip(piece_begin.tolist(), piece_end.tolist(), strict=True)]
+        pieces = [tokens[i:j] for i, j in zip(piece_begin.tolist(), piece_end.tolist(), strict=True)]
         samples = np.empty((len(chosen), self.seq_length + 1), np.int64)
         np.concatenate(pieces, out=samples.reshape(-1))
         return samples
+
+    def sources(self, samples: np.ndarray) -> dict[str, int]:
+        """How many of ``samples``, dataset indices, come from which prefix: all from this one."""
+        return {str(self.data.prefix): len(samples)}
 
     def __reduce__(self) -> tuple[Any, ...]:
         if not self.index_files:
@@ -104,6 +114,111 @@ class GPTDataset:
 def _reopen(data: IndexedDataset, index_files: tuple[Path, ...], seq_length: int, name: str) -> GPTDataset:
     indices = GPTIndices(*(np.load(path, mmap_mode="r").view(np.ndarray) for path in index_files))
     return GPTDataset(data, indices, seq_length, name, index_files)
+
+
+@dataclass(frozen=True)
+class Part:
+    """The sequences of one pair that serve one split."""
+
+    data: IndexedDataset
+    documents: Range
+
+    @property
+    def num_tokens(self) -> int:
+        """T, of one epoch."""
+        return int(self.data.sizes[slice(*self.documents)].sum(dtype=np.int64))
+
+    def problem(self) -> str | None:
+        """Why no sample can come from here. (Megatron waits for ever where there is no token.)"""
+        first, last = self.documents
+        if first == last:
+            return "no documents"
+        return f"{last - first} documents without any token" if self.num_tokens == 0 else None
+
+    def __str__(self) -> str:
+        first, last = self.documents
+        return f"{last - first:,} documents [{first}, {last}) of {len(self.data):,}, {self.num_tokens:,} tokens"
+
+
+@dataclass(frozen=True)
+class GPTDatasetBuilder:
+    """What the datasets of a run share.
+
+    Args:
+        seq_length: L.
+        seed: the run's seed.
+        compat: whose rules, Megatron's of 2022 or of 2026.
+        impl: how tokens are read, see ``IndexedDataset``.
+        cache_dir: where the index maps are kept; ``PREFIX/cache/GPTDataset_indices`` without it, as Megatron.
+        log: takes one line per dataset, and one whenever another process is waited for.
+    """
+
+    seq_length: int
+    seed: int
+    compat: int = 2026
+    impl: str = "infer"
+    cache_dir: str | Path | None = None
+    log: Log = print
+
+    def cache_folder(self, prefix: str | Path) -> Path:
+        """Where the maps of a pair go."""
+        return Path(self.cache_dir) if self.cache_dir is not None else Path(prefix) / "cache" / "GPTDataset_indices"
+
+    def epochs(self, part: Part, num_samples: int | None) -> Epochs:
+        """How often ``part`` is repeated for so many samples; None: once."""
+        return Epochs.plan(part.num_tokens, self.seq_length, num_samples or 0)
+
+    def build(self, part: Part, name: str, num_samples: int | None) -> GPTDataset:
+        """The dataset of split ``name``, with at least ``num_samples`` samples (None: those of one epoch).
+
+        Any number of processes may call this at once, without any communication: one builds what is missing from the
+        cache and the others wait for it (see ``index_cache.py``).
+        """
+        epochs = self.epochs(part, num_samples)
+        description = {
+            "random": "numpy.random.RandomState (MT19937).shuffle",
+            "data": part.data.fingerprint(),
+            "documents": list(part.documents),
+            "seq_length": self.seq_length,
+            "num_epochs": epochs.num_epochs,
+            "separate_last": epochs.separate_last,
+            "seed": self.seed,
+        }
+        folder = self.cache_folder(part.data.prefix)
+        cache = IndexCache(folder, f"GPTDataset-{name}", GPTIndices, description, self.log)
+        indices = cache.load_or_build(
+            lambda: stream_indices(part.data.sizes, part.documents, self.seq_length, epochs, self.seed)
+        )
+        return GPTDataset(part.data, indices, self.seq_length, name, cache.files, description)
+
+    def build_alone(self, part: Part, name: str, num_samples: int, split: str) -> GPTDataset | None:
+        """A split that a single pair serves. None, with a line, where it is empty and the run can go without.
+
+        Raises:
+            DataError: it holds no tokens and is needed. By the rules of 2022 an empty validation set is not needed.
+        """
+        problem = part.problem()
+        if problem is None:
+            dataset = self.build(part, name, num_samples)
+            epochs = self.epochs(part, num_samples)
+            self.log(
+                f"{name}: {part}, {epochs.num_epochs:,} epochs for {num_samples:,} samples; "
+                f"{len(dataset):,} of {self.seq_length} tokens built"
+            )
+            return dataset
+        message = f"{part.data.prefix}: {split} over {len(part.data)} documents leaves the {name} split {problem}"
+        if not is_needed(name, self.compat):
+            self.log(f"{message}; going on without a {name} set")
+            return None
+        raise DataError(
+            f"{message}, but {num_samples} samples are needed; give it a larger weight in --split, or 0 to go without "
+            "it, or preprocess more documents"
+        )
+
+
+def is_needed(name: str, compat: int) -> bool:
+    """Whether a run stops where split ``name`` has a weight but rounds to nothing."""
+    return name == "train" or (name == "valid" and compat == 2026)
 
 
 Datasets = tuple[GPTDataset | None, GPTDataset | None, GPTDataset | None]
@@ -118,21 +233,17 @@ def build_gpt_datasets(
     num_samples: Mapping[str, int] | Sequence[int],
     cache_dir: str | Path | None = None,
     log: Log = print,
+    compat: int = 2026,
+    impl: str = "infer",
 ) -> Datasets:
     """The training, validation and test dataset of one ``.bin``/``.idx`` pair.
-
-    Any number of processes may call this at once, without any communication: one builds what is missing from the
-    cache and the others wait for it (see ``index_cache.py``).
 
     Args:
         prefix: path of the pair without ``.bin`` and ``.idx``.
         split: weights of train, valid, test (``--split``).
-        seq_length: L.
-        seed: the run's seed.
+        seq_length, seed, cache_dir, log, compat, impl: see ``GPTDatasetBuilder``.
         num_samples: samples needed, as {"train": …, "valid": …, "test": …} or in that order. Megatron's numbers are
             train_iters·B, (train_iters div eval_interval + 1)·eval_iters·B and eval_iters·B for a global batch of B.
-        cache_dir: where the index maps are kept; ``PREFIX/cache/GPTDataset_indices`` without it, as Megatron.
-        log: takes one line per dataset, and one whenever another process is waited for.
 
     Returns:
         Three datasets. None where the weight is 0 or no samples are needed; the test set is also None (with a line
@@ -145,53 +256,12 @@ def build_gpt_datasets(
     if seq_length < 1:
         raise DataError(f"--seq-length ({seq_length}) must be at least 1")
     needed = num_samples if isinstance(num_samples, Mapping) else dict(zip(SPLITS, num_samples, strict=True))
-    data = IndexedDataset(prefix)
-    folder = Path(cache_dir) if cache_dir is not None else Path(prefix) / "cache" / "GPTDataset_indices"
-    content = data.fingerprint()
-    datasets: list[GPTDataset | None] = []
-    for name, documents in zip(SPLITS, split_ranges(split, len(data)), strict=True):
-        samples = needed.get(name, 0)
-        if documents is None or samples == 0 or not _has_tokens(data, name, documents, split, samples, log):
-            datasets.append(None)
-            continue
-        epochs = Epochs.plan(_count_tokens(data, documents), seq_length, samples)
-        description = {
-            "random": "numpy.random.RandomState (MT19937).shuffle",
-            "data": content,
-            "split": split,
-            "documents": documents,
-            "seq_length": seq_length,
-            "num_samples": samples,
-            "seed": seed,
-        }
-        cache = IndexCache(folder, f"GPTDataset-{name}", description, log)
-        indices = cache.load_or_build(lambda d=documents, e=epochs: build_indices(data.sizes, d, seq_length, e, seed))  # type: ignore[misc]
-        log(
-            f"{name}: {documents[1] - documents[0]:,} documents [{documents[0]}, {documents[1]}) of {len(data):,}, "
-            f"{epochs.tokens:,} tokens, {epochs.num_epochs:,} epochs for {samples:,} samples; "
-            f"{epochs.num_samples:,} of {seq_length} tokens built"
-        )
-        datasets.append(GPTDataset(data, indices, seq_length, name, cache.files))
-    train, valid, test = datasets
+    builder = GPTDatasetBuilder(seq_length, seed, compat, impl, cache_dir, log)
+    data = IndexedDataset(prefix, impl)
+    train, valid, test = (
+        None
+        if documents is None or not needed.get(name)
+        else builder.build_alone(Part(data, documents), name, needed[name], f"--split {split}")
+        for name, documents in zip(SPLITS, split_ranges(split, len(data), compat), strict=True)
+    )
     return train, valid, test
-
-
-def _count_tokens(data: IndexedDataset, documents: Range) -> int:
-    return int(data.sizes[slice(*documents)].sum(dtype=np.int64))
-
-
-def _has_tokens(data: IndexedDataset, name: str, documents: Range, split: str, samples: int, log: Log) -> bool:
-    """False for an empty test split, with a line; DataError for the other two. (Megatron waits for ever here.)"""
-    if _count_tokens(data, documents) > 0:
-        return True
-    holds = (
-        "no documents" if documents[0] == documents[1] else f"{documents[1] - documents[0]} documents without any token"
-    )
-    message = f"{data.prefix}: --split {split} over {len(data)} documents leaves the {name} split {holds}"
-    if name == "test":
-        log(f"{message}; going on without a test set")
-        return False
-    raise DataError(
-        f"{message}, but {samples} samples are needed; give it a larger weight in --split, or 0 to go without it, "
-        "or preprocess more documents"
-    )

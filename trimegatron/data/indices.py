@@ -9,11 +9,32 @@ The sequences in the order of ``document_index`` make one long stream of E·T to
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
 
-_CHUNK = 1 << 20  # sequences walked at a time: bounds the int64 temporaries
+_CHUNK = 1 << 16  # sequences walked at a time, and rows: the int64 temporaries stay in the processor's cache
+
+
+class Chunks(NamedTuple):
+    """An array that is made piece by piece along its first axis, so that it can be written without being held."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    make: Callable[[np.ndarray | None], Iterator[np.ndarray]]
+    """The pieces in order: those of an array of that shape, or new ones."""
+
+    def parts(self) -> Iterator[np.ndarray]:
+        """The pieces, none of which is kept."""
+        return self.make(None)
+
+    def whole(self) -> np.ndarray:
+        """The array in memory."""
+        array = np.empty(self.shape, self.dtype)
+        filled = sum(len(part) for part in self.make(array))
+        assert filled == len(array)
+        return array
 
 
 class Epochs(NamedTuple):
@@ -53,7 +74,18 @@ class GPTIndices(NamedTuple):
 def build_indices(
     sizes: np.ndarray, documents: tuple[int, int], seq_length: int, epochs: Epochs, seed: int
 ) -> GPTIndices:
-    """All three maps, from one legacy MT19937 generator whose ``shuffle`` fixes the order for good.
+    """All three maps in memory; ``stream_indices`` has the arguments."""
+    parts = stream_indices(sizes, documents, seq_length, epochs, seed)
+    return GPTIndices(*(part.whole() if isinstance(part, Chunks) else part for part in parts))
+
+
+def stream_indices(
+    sizes: np.ndarray, documents: tuple[int, int], seq_length: int, epochs: Epochs, seed: int
+) -> Iterator[np.ndarray | Chunks]:
+    """The maps one after another, in the order of ``GPTIndices``: a caller that writes each away and drops it needs
+    the memory of one permutation at a time.
+
+    One legacy MT19937 generator, whose ``shuffle`` fixes the order for good, makes both permutations.
 
     Args:
         sizes: int32 [S], tokens in each sequence of the whole file.
@@ -64,8 +96,10 @@ def build_indices(
     """
     random = np.random.RandomState(seed)
     document_index = _document_index(random, documents, epochs)
-    sample_index = _sample_index(sizes, document_index, seq_length, epochs.num_samples)
-    return GPTIndices(document_index, sample_index, _shuffle_index(random, epochs))
+    yield document_index
+    yield _sample_index(sizes, document_index, seq_length, epochs.num_samples)
+    del document_index
+    yield _shuffle_index(random, epochs)
 
 
 def _document_index(random: np.random.RandomState, documents: tuple[int, int], epochs: Epochs) -> np.ndarray:
@@ -87,25 +121,40 @@ def _shuffle_parts(random: np.random.RandomState, index: np.ndarray, cut: int | 
     return index
 
 
-def _sample_index(sizes: np.ndarray, document_index: np.ndarray, seq_length: int, num_samples: int) -> np.ndarray:
-    """Where each sample begins, int [n + 1, 2].
-
-    The multiples of L inside [start, end) of a sequence number ceil(end/L) − ceil(start/L), so the rows follow from a
-    running sum and one repeat per chunk, without a search. An empty sequence holds none; only row 0 may point at one,
-    as (0, 0).
-    """
+def _sample_index(sizes: np.ndarray, document_index: np.ndarray, seq_length: int, num_samples: int) -> Chunks:
+    """Where each sample begins, int [n + 1, 2]; int64 where a position or an offset needs it."""
     largest = max(len(document_index), int(sizes.max(initial=0)))
-    rows = np.empty((num_samples + 1, 2), np.int64 if largest > np.iinfo(np.int32).max else np.int32)
-    start, row = 0, 0
-    for first in range(0, len(document_index), _CHUNK):
-        ends = sizes[document_index[first : first + _CHUNK]].cumsum(dtype=np.int64) + start
-        starts = np.concatenate(([start], ends[:-1]))
-        counts = -(-ends // seq_length) + (-starts // seq_length)
-        position = np.repeat(np.arange(len(ends)), counts)
-        stop = row + len(position)
-        rows[row:stop, 0] = position + first
-        rows[row:stop, 1] = np.arange(row, stop) * seq_length - starts[position]
-        start, row = int(ends[-1]), stop
-    assert row == num_samples + 1
-    rows[0] = 0
-    return rows
+    dtype = np.dtype(np.int64 if largest > np.iinfo(np.int32).max else np.int32)
+    return Chunks((num_samples + 1, 2), dtype, lambda out: _sample_rows(sizes, document_index, seq_length, dtype, out))
+
+
+def _sample_rows(
+    sizes: np.ndarray, document_index: np.ndarray, seq_length: int, dtype: np.dtype, out: np.ndarray | None
+) -> Iterator[np.ndarray]:
+    """The rows of the sample index, chunk by chunk of sequences.
+
+    The multiples of L before a sequence's end number ceil(end / L), so the rows follow from a running sum and one
+    repeat, without a search. An empty sequence holds none; only row 0 may point at one, as (0, 0).
+    """
+    start, row = 0, 0  # tokens and rows of the chunks before
+    mean = int(sizes[document_index[:_CHUNK]].mean(dtype=np.float64)) + 1  # long sequences hold many rows each
+    step = max(1, min(_CHUNK, _CHUNK * seq_length // mean))
+    for first in range(0, len(document_index), step):
+        lengths = sizes[document_index[first : first + step]]
+        total = int(lengths.sum(dtype=np.int64))
+        # Inside a chunk int32 nearly always holds, and takes half the time.
+        kind = np.int32 if total + 2 * seq_length <= np.iinfo(np.int32).max else np.int64
+        ends = lengths.cumsum(dtype=kind)
+        offset = row * seq_length - start  # of the next row's token in this chunk
+        counts = np.diff((ends + kind(seq_length - 1 - offset)) // kind(seq_length), prepend=kind(0))
+        position = np.repeat(np.arange(len(ends), dtype=np.int32), counts)
+        rows = np.empty((len(position), 2), dtype) if out is None else out[row : row + len(position)]
+        np.add(position, dtype.type(first), out=rows[:, 0])
+        ends -= lengths
+        tokens = np.arange(offset, offset + len(rows) * seq_length, seq_length, dtype=kind)
+        np.subtract(tokens, ends[position], out=rows[:, 1], casting="unsafe")
+        if row == 0 and len(rows):
+            rows[0] = 0
+        start += total
+        row += len(rows)
+        yield rows

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from trimegatron.data.boundaries import DocumentBoundaries
-from trimegatron.data.gpt_dataset import GPTDataset
+from trimegatron.data.cyclic import SampleDataset
 from trimegatron.data.sampler import MicroBatchSampler
 from trimegatron.errors import DataError
 
@@ -58,7 +58,7 @@ def make_batch(samples: np.ndarray, sample_numbers: Sequence[int], boundaries: D
     )
 
 
-def read_samples(dataset: GPTDataset, indices: Sequence[int]) -> np.ndarray:
+def read_samples(dataset: SampleDataset, indices: Sequence[int]) -> np.ndarray:
     """int64 [b, s + 1]: all at once where the dataset can, as torch's own loader asks."""
     if hasattr(dataset, "__getitems__"):
         return dataset.__getitems__(indices)
@@ -77,7 +77,7 @@ class _MicroBatches(Dataset):
     (measured at 8 samples of 1024 tokens: 550 µs against 90).
     """
 
-    def __init__(self, dataset: GPTDataset) -> None:
+    def __init__(self, dataset: SampleDataset) -> None:
         self.dataset = dataset
 
     def __getitem__(self, index: int) -> Samples:
@@ -99,7 +99,7 @@ def _ignore_signals(_: int) -> None:
 
 
 def build_loader(
-    dataset: GPTDataset,
+    dataset: SampleDataset,
     *,
     consumed_samples: int,
     micro_batch_size: int,

@@ -1,0 +1,69 @@
+"""What a checkpoint says about the data, and what is said when the order changes."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from trimegatron.data.record import DataRecord
+from trimegatron.errors import CheckpointError
+
+
+class Source:
+    """Even samples come from one file, odd ones from another."""
+
+    def sources(self, samples: np.ndarray) -> dict[str, int]:
+        return {"even": int((samples % 2 == 0).sum()), "odd": int((samples % 2).sum())}
+
+
+def record(**changes: Any) -> DataRecord:
+    train = {"data": "abc", "documents": [0, 9], "num_epochs": 2, "seed": 1}
+    description = {"megatron_compat": 2026, "paths": ["x"], "dataloader_type": "single", "train": train}
+    for key, value in changes.items():
+        (train if key in train else description)[key] = value
+    return DataRecord(description, Source())  # type: ignore[arg-type]
+
+
+def saved(of: DataRecord, consumed: int) -> dict[str, Any]:
+    return json.loads(json.dumps(of.state(consumed)))
+
+
+def test_one_segment_goes_on() -> None:
+    state = saved(record(), 7)
+    assert (state["first_sample"], state["last_sample"], state["consumed"]) == (0, 7, {"even": 4, "odd": 3})
+    again = record(paths=["moved"])
+    assert again.resume(state, 7) == []
+    assert saved(again, 10)["consumed"] == {"even": 5, "odd": 5}
+    assert saved(again, 10)["before"] == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"seed": 2}, "seed was 1 and is 2"),
+        ({"data": "xyz"}, "the token files are others"),
+        ({"num_epochs": 3}, "num_epochs was 2 and is 3"),
+        ({"dataloader_type": "cyclic", "data_parallel_size": 2}, "data_parallel_size was None and is 2"),
+    ],
+)
+def test_another_order_is_said_and_begins_a_segment(changes: dict[str, Any], said: str) -> None:
+    other = record(**changes)
+    (line,) = other.resume(saved(record(), 7), 7)
+    assert said in line
+    assert "from 7 on" in line
+    state = saved(other, 10)
+    assert (state["first_sample"], state["consumed"]) == (7, {"even": 1, "odd": 2})
+    (before,) = state["before"]
+    assert before["consumed"] == {"even": 4, "odd": 3}
+    third = record()
+    third.resume(state, 10)
+    assert [segment["last_sample"] for segment in saved(third, 12)["before"]] == [7, 10]
+
+
+def test_the_rules_of_the_other_year_are_refused() -> None:
+    state = saved(record(megatron_compat=2022), 7)
+    with pytest.raises(CheckpointError, match="--megatron-compat 2022 to read on, or --finetune"):
+        record().resume(state, 7)
