@@ -7,6 +7,7 @@ ranks, tp=2 and pp=4, rank 5 is tensor 1, data 0, pipeline 1.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 
 FAILURE = "trimegatron/exit code of a failed rank"
+KNOWING = "trimegatron/number of ranks that know of it"
 
 
 @dataclass(frozen=True)
@@ -75,14 +77,29 @@ class Mesh:
             return True
         try:
             self.store.set(FAILURE, str(exit_code))
-            return self.store.add("trimegatron/failures", 1) == 1
+            return self.store.add(KNOWING, 1) == 1
         except RuntimeError:  # the rank that held the store is gone; it spoke before it went
             return False
+
+    def wait_until_known(self, seconds: float = 3.0) -> None:
+        """Keep the store, where this rank holds it, until the others know that the run has failed, or for ``seconds``.
+
+        Under torchrun its agent holds the store, and ends the others.
+        """
+        if self.store is None or not self.is_first_rank or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            return
+        until = time.monotonic() + seconds
+        while self.store.add(KNOWING, 0) < self.world.size and time.monotonic() < until:
+            time.sleep(0.01)
 
     def failure_elsewhere(self) -> int | None:
         """The exit code of a rank that failed before this one's collective broke, or None."""
         try:
-            return int(self.store.get(FAILURE)) if self.store is not None and self.store.check([FAILURE]) else None
+            if self.store is None or not self.store.check([FAILURE]):
+                return None
+            exit_code = int(self.store.get(FAILURE))
+            self.store.add(KNOWING, 1)
+            return exit_code
         except RuntimeError:  # the store went with its host
             return None
 

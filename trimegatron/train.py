@@ -76,6 +76,9 @@ def main(argv: list[str] | None = None) -> int:
         # Until the mesh is there every rank meets the same error, unless nodes differ: the first of each node speaks.
         if mesh.report_failure(exit_code) if mesh is not None else is_first_of_node():
             print(f"trimegatron train: error: {error}", file=sys.stderr, flush=True)
+        close_mesh()  # breaks the collectives that others wait in
+        if mesh is not None:
+            mesh.wait_until_known()
         return exit_code
     except RuntimeError:  # also a collective that broke because another rank failed, which has said why
         exit_code_elsewhere = mesh.failure_elsewhere() if mesh is not None else None
