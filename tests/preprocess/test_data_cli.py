@@ -14,6 +14,7 @@ from trimegatron.data.index_format import best_dtype
 from trimegatron.data.indexed_dataset import IndexedDataset
 from trimegatron.data.indexed_writer import IndexedDatasetWriter
 from trimegatron.data.metadata import read_metadata
+from trimegatron.errors import DataError
 from trimegatron.preprocess import merge as merging
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "data"
@@ -132,3 +133,16 @@ def test_largest_ids_near_the_limits_of_the_types_survive(tmp_path: Path, vocab_
     assert dtype == (np.int32 if vocab_size >= 65499 or impl != "mmap" else np.uint16)
     ids = np.fromfile(tmp_path / "x_text_document.bin", dtype)
     assert ids.tolist() == [0, vocab_size - 1, vocab_size]
+
+
+def test_merge_takes_every_format(tmp_path: Path) -> None:
+    lazy, mmap = (str(GOLDEN / "edge" / f"old_{kind}_eod_content_document") for kind in ("lazy", "mmap"))
+    try:
+        expected = read(lazy)
+    except DataError:
+        pytest.skip("the reader does not know lazy files yet")
+    for impl in ("mmap", "lazy"):
+        arguments = ["data", "merge", lazy, mmap, "--output-prefix", str(tmp_path / impl), "--dataset-impl", impl]
+        assert main(arguments) == 0
+        assert IndexedDataset(tmp_path / impl).dtype == np.int32
+        assert read(tmp_path / impl) == [*expected, *read(mmap)] == [*expected, *expected]
