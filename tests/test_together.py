@@ -39,6 +39,19 @@ def test_a_slow_rank_is_waited_for_beyond_the_collectives_timeout() -> None:
     assert none == []
 
 
+def _first_goes_at_once() -> float:
+    """Rank 0, which holds the store, is gone right after the work, as when the very next thing fails there."""
+    mesh = init_mesh(select_device("cpu"))
+    for k in range(3):
+        on_every_rank(mesh, lambda: None, what=f"test {k}", say=print)
+    close_mesh()
+    return float(mesh.world.rank)
+
+
+def test_the_rank_that_holds_the_store_goes_last() -> None:
+    assert run_ranks(3, _first_goes_at_once) == [0.0, 1.0, 2.0]
+
+
 def _failing_rank(failing: list[int]) -> tuple[str, float]:
     mesh = init_mesh(select_device("cpu"))
     started = time.monotonic()
