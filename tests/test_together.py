@@ -7,6 +7,7 @@ import time
 import pytest
 
 from tests.parallel import run_ranks
+from trimegatron import together
 from trimegatron.errors import DataError
 from trimegatron.mesh import Mesh, close_mesh, init_mesh, select_device
 from trimegatron.together import on_every_rank
@@ -20,8 +21,6 @@ def _slow_rank() -> tuple[float, list[str]]:
     def work() -> int:
         time.sleep(5 if rank == 1 else 0)
         return rank
-
-    from trimegatron import together
 
     together.REMIND_SECONDS = 1.0
     result = on_every_rank(mesh, work, what="test", say=lines.append)
@@ -37,6 +36,19 @@ def test_a_slow_rank_is_waited_for_beyond_the_collectives_timeout() -> None:
     (_, lines), (_, none) = run_ranks(2, _slow_rank)
     assert lines[0] == "test: waiting for rank 1 since 1 s"
     assert none == []
+
+
+def _first_goes_at_once() -> float:
+    """Rank 0, which holds the store, is gone right after the work, as when the very next thing fails there."""
+    mesh = init_mesh(select_device("cpu"))
+    together.POLL_SECONDS = 0.01 if mesh.world.rank == 0 else 1.0  # the others sleep when it is done
+    on_every_rank(mesh, lambda: time.sleep(0.3 if mesh.world.rank == 0 else 0), what="test", say=print)
+    close_mesh()
+    return float(mesh.world.rank)
+
+
+def test_the_rank_that_holds_the_store_goes_last() -> None:
+    assert run_ranks(3, _first_goes_at_once) == [0.0, 1.0, 2.0]
 
 
 def _failing_rank(failing: list[int]) -> tuple[str, float]:

@@ -82,6 +82,7 @@ class _Vigil:
                 missing = [str(r) for r in range(self.size) if not self.store.check([f"{self.key}/rank{r}"])]
                 self.say(f"{self.what}: waiting for rank {', '.join(missing[:8])} since {reminded - started:.0f} s")
             task.join(POLL_SECONDS) if not is_done else time.sleep(POLL_SECONDS)
+        self._leave()
         return task.result[0]
 
     def _fail(self, error: BaseException) -> None:
@@ -93,6 +94,7 @@ class _Vigil:
         if self.store.add(f"{self.key}/failed", 1) == 1:
             self.store.set(f"{self.key}/error", json.dumps([kind, text]))
         self._leave()
+        self._linger()
         raise error
 
     def _check_others(self) -> None:
@@ -100,14 +102,19 @@ class _Vigil:
             return
         kind, text = json.loads(self.store.get(f"{self.key}/error"))
         self._leave()
+        self._linger()
         raise _KINDS.get(kind, DataError)(text)
 
     def _leave(self) -> None:
-        """Rank 0 goes last: it may hold the store, which the others still need to read the error and to speak."""
+        """Rank 0 goes last: it may hold the store, and with it gone the others could not even see that all are done."""
         if self.rank > 0:
             self.store.add(f"{self.key}/left", 1)
             return
         end = time.monotonic() + FAREWELL_SECONDS
         while self.store.add(f"{self.key}/left", 0) < self.size - 1 and time.monotonic() < end:
+            time.sleep(POLL_SECONDS / 20)
+
+    def _linger(self) -> None:
+        """After an error rank 0 lets the others ask the store whose turn it is to speak, before it goes."""
+        if self.rank == 0:
             time.sleep(POLL_SECONDS)
-        time.sleep(POLL_SECONDS)
