@@ -90,7 +90,10 @@ def _whole_lines(file: BinaryIO) -> Iterator[tuple[bytes, int]]:
             block += more
         end = max(block.rfind(b"\n"), block.rfind(b"\r")) + 1
         if end:
-            begun.append(block[:end].replace(b"\r\n", b"\n").replace(b"\r", b"\n"))
+            head = block[:end]
+            if b"\r" in head:
+                head = head.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+            begun.append(head)
             yield _take(begun), length + end
             length = 0
         if end < len(block):

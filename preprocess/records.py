@@ -36,7 +36,9 @@ def parse_line(raw: bytes, number: int, keys: Sequence[str]) -> list[list[Text]]
         text = raw.decode()
         record, end = _scan(text)
         values = [record[key] for key in keys]
-        if end == len(text) and b"\\u" not in raw and {str}.issuperset(map(type, values)):
+        if end == len(text) and {str}.issuperset(map(type, values)):
+            if b"\\u" in raw:  # without an escape no text can hold half a character
+                "".join(values).encode()
             return [[value] for value in values]
     except (ValueError, LookupError, TypeError, RecursionError):
         pass
@@ -72,7 +74,7 @@ def _parse_with_reasons(raw: bytes, number: int, keys: Sequence[str], known: Con
         raise BadLine(reason + _hint(raw, number)) from None
     if not isinstance(record, dict):
         raise BadLine(f"a JSON object is needed, this is {_kind(record)}{_hint(raw, number)}")
-    escapes = b"\\u" in raw  # without one no text can hold half a character
+    escapes = b"\\u" in raw
     return [_sentences(record, key, escapes, known) for key in keys]
 
 
