@@ -14,12 +14,12 @@ from tests.parallel import run_ranks
 from tests.runs import tiny_flags
 from trimegatron import train
 from trimegatron.config import parse_train_args
+from trimegatron.data.build import Datasets
 from trimegatron.data.indexed_dataset import IndexedDataset
 from trimegatron.data.indexed_writer import IndexedDatasetWriter
 from trimegatron.mesh import close_mesh, init_mesh, launched_world_size, select_device
 from trimegatron.optim.adamw import FlatAdamW
 from trimegatron.tokenizer import build_tokenizer
-from trimegatron.trainer import Datasets
 
 GOLDEN = Path(__file__).parent / "golden" / "checkpoints"
 

@@ -10,20 +10,16 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from trimegatron.checkpoint.checkpoint import CheckpointState, Progress, load_checkpoint
-from trimegatron.checkpoint.directory import checkpoint_folder, checkpoints, problem_with, require_checkpoint
+from trimegatron.checkpoint.checkpoint import Progress, load_checkpoint
+from trimegatron.checkpoint.directory import checkpoints
+from trimegatron.checkpoint.resume import find_load, is_save_folder, resume_schedule
 from trimegatron.config import Config, read_train_args
-from trimegatron.config.schedule import Schedule
-from trimegatron.data.blended_dataset import build_splits
-from trimegatron.data.cyclic import CyclicDataset, SampleDataset
-from trimegatron.data.gpt_dataset import GPTDatasetBuilder
-from trimegatron.data.record import DataRecord
+from trimegatron.data.build import build_datasets
 from trimegatron.data_parallel.buffer import ParameterBuffer
-from trimegatron.errors import CheckpointError, ConfigError, DataError, UserError
+from trimegatron.errors import ConfigError, UserError
 from trimegatron.mesh import Mesh, close_mesh, init_mesh, launched_world_size, select_device
 from trimegatron.metrics import Interval, MetricsWriter, metrics_path
 from trimegatron.model.build import build_model, model_spec
@@ -32,7 +28,7 @@ from trimegatron.optim.scaler import DynamicLossScaler, LossScaler
 from trimegatron.tensor_parallel.embedding import padded_vocab_size
 from trimegatron.together import on_every_rank
 from trimegatron.tokenizer import Tokenizer, build_tokenizer
-from trimegatron.trainer import Datasets, Trainer
+from trimegatron.trainer import Trainer
 
 Say = Callable[[str], None]
 """Prints a line on the first rank; on the others it does nothing."""
@@ -104,7 +100,7 @@ def run(config: Config, mesh: Mesh, tokenizer: Tokenizer, say: Say) -> None:
 def build_trainer(config: Config, mesh: Mesh, tokenizer: Tokenizer, checkpoint: Path | None, say: Say) -> Trainer:
     """The trainer, at the start of the run or where ``checkpoint`` left it."""
     datasets, data_record = on_every_rank(
-        mesh, lambda: build_datasets(config, mesh, say), what="preparing the data", say=say
+        mesh, lambda: build_datasets(config, mesh.data.size, say), what="preparing the data", say=say
     )
     model = build_model(config, mesh)
     fp32_grads = config.precision.accumulate_allreduce_grads_in_fp32 or config.precision.params_dtype == "float32"
@@ -157,42 +153,6 @@ def build_trainer(config: Config, mesh: Mesh, tokenizer: Tokenizer, checkpoint: 
     return trainer
 
 
-def build_datasets(config: Config, mesh: Mesh, say: Say) -> tuple[Datasets, DataRecord]:
-    """The splits, with Megatron's number of samples each, and the record of the data for checkpoints."""
-    training, data = config.training, config.data
-    evaluation = training.eval_iters * training.global_batch_size
-    needed = {
-        "train": training.train_iters * training.global_batch_size,
-        "valid": (training.train_iters // training.eval_interval + 1) * evaluation,
-        "test": evaluation,
-    }
-    builder = GPTDatasetBuilder(
-        data.seq_length, training.seed, data.megatron_compat, data.data_impl, data.data_cache_path, say
-    )
-    built = build_splits(data.blends(), split=data.split, num_samples=needed, builder=builder)
-    if built["train"] is None:
-        raise DataError(f"--split ({data.split}) gives the training set no documents. Give it a larger first number")
-    if built["valid"] is None and training.eval_iters > 0:
-        where = f"--split {data.split}" if data.data_path else "--valid-data-path, which is not given,"
-        say(f"no validation: {where} gives it no documents")
-    order: dict[str, Any] = {"dataloader_type": data.dataloader_type}
-    splits: list[SampleDataset | None] = [built["train"], built["valid"], built["test"]]
-    if data.dataloader_type == "cyclic":
-        layout = training.micro_batch_size, mesh.data.size
-        splits = [d and CyclicDataset(d, *layout, sharded=data.data_sharding) for d in built.values()]
-        order |= {"data_sharding": data.data_sharding, "micro_batch_size": layout[0], "data_parallel_size": layout[1]}
-    train, valid, test = splits
-    assert train is not None
-    paths = [prefix for blend in data.blends().values() for prefix in blend.prefixes]
-    description = {
-        "megatron_compat": data.megatron_compat,
-        "paths": paths,
-        **order,
-        "train": built["train"].description,
-    }
-    return Datasets(train, valid, test), DataRecord(description, train)
-
-
 def with_vocab_size(config: Config, tokenizer: Tokenizer) -> Config:
     """The configuration with the vocabulary that the tokenizer has.
 
@@ -208,32 +168,6 @@ def with_vocab_size(config: Config, tokenizer: Tokenizer) -> Config:
         tensor_parallel_size = config.parallel.tensor_model_parallel_size
         vocab_size = padded_vocab_size(vocab_size, model.make_vocab_size_divisible_by, tensor_parallel_size)
     return dataclasses.replace(config, model=dataclasses.replace(model, vocab_size=vocab_size))
-
-
-def find_load(config: Config, say: Say) -> Path | None:
-    """The checkpoint that ``--load`` means, or None for a fresh start.
-
-    Raises:
-        CheckpointError: it holds nothing, and it is not the folder of ``--save``, where a first run finds nothing.
-    """
-    if config.checkpoint.load is None:
-        return None
-    root = Path(config.checkpoint.load)
-    is_save = is_save_folder(config, root)
-    if config.checkpoint.ckpt_step is not None:
-        folder = checkpoint_folder(root, config.checkpoint.ckpt_step)
-        problem = problem_with(folder)
-        if problem is not None:
-            raise CheckpointError(f"--ckpt-step ({config.checkpoint.ckpt_step}): {folder} cannot be used: {problem}")
-        return folder
-    if is_save and not checkpoints(root):
-        say(f"--load {root} holds no checkpoint yet and is also --save: starting from scratch")
-        return None
-    return require_checkpoint(root, log=say)
-
-
-def is_save_folder(config: Config, folder: Path) -> bool:
-    return config.checkpoint.save is not None and folder.resolve() == Path(config.checkpoint.save).resolve()
 
 
 def check_outputs(config: Config) -> None:
@@ -273,33 +207,6 @@ def build_scaler(config: Config) -> LossScaler:
     return DynamicLossScaler(
         precision.initial_loss_scale, precision.min_loss_scale, precision.loss_scale_window, precision.hysteresis
     )
-
-
-def resume_schedule(config: Config, state: CheckpointState) -> Schedule:
-    """The schedule to go on with: the command line's, which must be the checkpoint's unless an option chooses.
-
-    Raises:
-        CheckpointError: they differ and no option chooses; each difference is named.
-    """
-    mine = config.schedule
-    if config.optimizer.override_opt_param_scheduler:
-        return mine
-    saved = Config.from_dict(state.config).schedule
-    if config.optimizer.use_checkpoint_opt_param_scheduler:
-        return saved
-    differences = [
-        f"{field.name} is {getattr(saved, field.name)} there and {getattr(mine, field.name)} here"
-        for field in dataclasses.fields(Schedule)
-        # A constant weight decay has no length, so a longer run is no difference.
-        if not (field.name == "total_samples" and mine.weight_decay_style == "constant")
-        and getattr(saved, field.name) != getattr(mine, field.name)
-    ]
-    if differences:
-        raise CheckpointError(
-            f"the checkpoint's schedule is not this command's: {'; '.join(differences)}. "
-            "--override-opt_param-scheduler takes this command's, --use-checkpoint-opt_param-scheduler the checkpoint's"
-        )
-    return mine
 
 
 def describe(config: Config, mesh: Mesh, buffer: ParameterBuffer) -> str:

@@ -21,6 +21,7 @@ from trimegatron.checkpoint.checkpoint import Progress, save_checkpoint
 from trimegatron.config import Config
 from trimegatron.config.schedule import Schedule
 from trimegatron.data.boundaries import DocumentBoundaries
+from trimegatron.data.build import Datasets
 from trimegatron.data.cyclic import SampleDataset
 from trimegatron.data.loader import Batch, build_loader
 from trimegatron.data.record import DataRecord
@@ -36,15 +37,6 @@ from trimegatron.tokenizer import Tokenizer
 
 LOOKED_AT = 256
 """Samples searched for an end of a document before training; a few milliseconds."""
-
-
-@dataclass(frozen=True)
-class Datasets:
-    """The three splits; one is None where there is nothing to read or nothing that asks for it."""
-
-    train: SampleDataset | None
-    valid: SampleDataset | None
-    test: SampleDataset | None
 
 
 @dataclass(frozen=True)
@@ -278,9 +270,8 @@ class Trainer:
             self.saved_at = self.progress.iteration
             self.say(f"saved {folder} in {time.perf_counter() - started:.1f} s")
 
-    def loader(self, dataset: SampleDataset | None, consumed_samples: int) -> Generator[Batch]:
+    def loader(self, dataset: SampleDataset, consumed_samples: int) -> Generator[Batch]:
         """Micro-batches of this rank, from ``consumed_samples`` on."""
-        assert dataset is not None
         config = self.config
         return build_loader(
             dataset,
@@ -293,9 +284,9 @@ class Trainer:
             pin_memory=self.mesh.device.type == "cuda",
         )
 
-    def look_for_boundaries(self, dataset: SampleDataset | None) -> None:
+    def look_for_boundaries(self, dataset: SampleDataset) -> None:
         """Say so where the data does not look as if the options about ends of documents could do anything."""
-        if dataset is not None and self.mesh.is_first_rank:
+        if self.mesh.is_first_rank:
             note = self.boundaries.missing_from(dataset[i] for i in range(min(len(dataset), LOOKED_AT)))
             if note is not None:
                 self.say(f"note: {note}")
