@@ -49,23 +49,6 @@ def gigatoken(tokenizer: Tokenizer) -> GigatokenEngine:
 
 
 WORDS = ["a", "'", "s", "'ll", "7", " ", "\n", "\t", "\u00a0", "é", "<|endoftext|>", "!", "\U0001f600", "\u4f60", "\0"]
-    "a",
-    "'",
-    "s",
-    "'ll",
-    "7",
-    " ",
-    "\n",
-    "\t",
-    "\u00a0",
-    "é",
-    "<|endoftext|>",
-    "!",
-    "\U0001f600",
-    "\u4f60",
-    "\0",
-    "\u088f",
-]
 
 
 @settings(max_examples=150, deadline=None)
