@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import queue
 import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager, nullcontext
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
 
 from trimegatron.errors import DataError
 from trimegatron.preprocess.encode import Encoder, Result
@@ -21,8 +22,6 @@ from trimegatron.preprocess.reader import Chunk
 _THREADS = 2  # one parses while the engine works for the other, outside the interpreter
 _AHEAD = 2  # chunks a thread or process may be ahead of the slowest one: enough to keep all busy, the bound on memory
 
-_encoder: Encoder | None = None  # of a worker process
-
 
 def encode_in_order(encoder: Encoder, chunks: Iterable[Chunk], processes: int) -> Iterator[tuple[Chunk, Result]]:
     """Each chunk with its encoding, in order, from ``processes`` processes, or two threads of this one if that is 1.
@@ -30,34 +29,33 @@ def encode_in_order(encoder: Encoder, chunks: Iterable[Chunk], processes: int) -
     Raises:
         DataError: of the first bad line in the file, or that a process died.
     """
-    waiting: deque[tuple[Chunk, Future[Result]]] = deque()
-    executor: Executor
-    work: Callable[[Chunk], Result]
     if processes == 1:
-        executor, work, ahead = ThreadPoolExecutor(_THREADS), encoder, _THREADS + 1
-    else:
-        # Spawned, since a forked copy of a process that runs threads (tokenizers', torch's) may hang.
-        context = multiprocessing.get_context("spawn")
-        executor = ProcessPoolExecutor(processes, context, initializer=_start, initargs=(encoder,))
-        work, ahead = _encode, processes * _AHEAD
+        yield from _in_threads(encoder, chunks, _THREADS, ahead=_THREADS + 1)
+        return
+    with _one_thread(), _Workers(encoder, processes) as workers:
+        yield from _in_threads(workers.encode, chunks, processes, ahead=processes * _AHEAD)
+
+
+def _in_threads(
+    work: Callable[[Chunk], Result], chunks: Iterable[Chunk], threads: int, *, ahead: int
+) -> Iterator[tuple[Chunk, Result]]:
+    waiting: deque[tuple[Chunk, Future[Result]]] = deque()
+    executor = ThreadPoolExecutor(threads)
     try:
-        with _one_thread() if processes > 1 else nullcontext():
-            for chunk in chunks:
-                waiting.append((chunk, executor.submit(work, chunk)))
-                if len(waiting) >= ahead:
-                    yield waiting[0][0], waiting[0][1].result()
-                    waiting.popleft()
-            while waiting:
+        for chunk in chunks:
+            waiting.append((chunk, executor.submit(work, chunk)))
+            if len(waiting) >= ahead:
                 yield waiting[0][0], waiting[0][1].result()
                 waiting.popleft()
-    except BrokenProcessPool:
-        where = "from the first line on"
-        if waiting:
-            first, last = waiting[0][0], waiting[-1][0]
-            where = f"with lines {first.path}:{first.numbers[0]} to {last.path}:{last.numbers[-1]} in the works"
+        while waiting:
+            yield waiting[0][0], waiting[0][1].result()
+            waiting.popleft()
+    except _PipeBroken:
+        first, last = waiting[0][0], waiting[-1][0]
         raise WorkerDied(
-            f"a worker process died (killed, or out of memory?) {where}; nothing was written. Fewer --workers take "
-            "less memory"
+            "a worker process died (killed, or out of memory?) with lines "
+            f"{first.path}:{first.numbers[0]} to {last.path}:{last.numbers[-1]} in the works; nothing was written. "
+            "Fewer --workers take less memory"
         ) from None
     finally:
         executor.shutdown(wait=True, cancel_futures=True)
@@ -67,25 +65,79 @@ class WorkerDied(DataError):
     """A worker process ended; the input may be whole."""
 
 
-def _start(encoder: Encoder) -> None:
-    """In a new worker process."""
-    global _encoder
-    _encoder = encoder
+class _PipeBroken(Exception):
+    """A worker's end of its pipe is closed: it is dead."""
+
+
+class _Workers:
+    """Processes that encode, each at the end of a pipe of its own.
+
+    So a death is seen at once, whatever the process was doing: a queue that all share would wait for the rest of what
+    it was writing. A thread of ours waits at each pipe, so that neither side ever waits for the other to read.
+    """
+
+    def __init__(self, encoder: Encoder, count: int) -> None:
+        # Spawned, since a forked copy of a process that runs threads (tokenizers', torch's) may hang.
+        context = multiprocessing.get_context("spawn")
+        self.pipes: list[Connection] = []
+        self.processes = []
+        self.free: queue.SimpleQueue[Connection] = queue.SimpleQueue()
+        for _ in range(count):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(encoder, theirs), daemon=True)
+            process.start()
+            theirs.close()  # else the pipe would outlive the process
+            self.processes.append(process)
+            self.pipes.append(ours)
+            self.free.put(ours)
+
+    def encode(self, chunk: Chunk) -> Result:
+        pipe = self.free.get()
+        try:
+            pipe.send(chunk)
+            result = pipe.recv()
+        except (EOFError, OSError) as error:
+            raise _PipeBroken from error
+        finally:
+            self.free.put(pipe)
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+    def __enter__(self) -> _Workers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            process.kill()
+        for process, pipe in zip(self.processes, self.pipes, strict=True):
+            process.join()
+            pipe.close()
+
+
+def _serve(encoder: Encoder, pipe: Connection) -> None:
+    """A worker process: chunks in, results or errors out, until the pipe's other end is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    while True:
+        try:
+            chunk = pipe.recv()
+        except (EOFError, OSError):
+            os._exit(1)
+        try:
+            result = encoder(chunk)
+        except Exception as error:
+            pipe.send(error)
+        else:
+            pipe.send(result)
 
 
 def _end_with_parent() -> None:
-    # A pool's workers wait for tasks for ever when their parent is killed outright.
+    # Also in the middle of a long text, when the parent is killed outright.
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
         os._exit(1)
-
-
-def _encode(chunk: Chunk) -> Result:
-    assert _encoder is not None
-    return _encoder(chunk)
 
 
 @contextmanager
