@@ -25,6 +25,7 @@ from trimegatron.checkpoint.directory import (
     prepare,
     publish,
     readable,
+    saving,
     temporary_folder,
 )
 from trimegatron.checkpoint.storage import Piece, load_pieces, save_pieces, stored_pieces
@@ -121,50 +122,31 @@ def save_checkpoint(
         CheckpointError: it cannot be written; what was saved before is as it was.
     """
     temporary, final = temporary_folder(root, progress.iteration), checkpoint_folder(root, progress.iteration)
-    try:
-        write_checkpoint(temporary, final, config, progress, optimizer, scaler, data, interval, tokenizer, mesh)
-    except OSError as error:
-        raise CheckpointError(
-            f"{final} could not be saved: {error}. Earlier checkpoints are as they were; free space or mend the "
-            "folder, then resume with --load"
-        ) from error
+    with saving(final):
+        if mesh.is_first_rank:
+            prepare(final.parent, progress.iteration)
+        mesh.barrier()
+        pieces = model_pieces(optimizer.buffer, optimizer.buffer.params, "model")
+        if not config.checkpoint.no_save_optim:
+            pieces |= optimizer_pieces(optimizer)
+        shard = save_pieces(temporary, pieces, rank=mesh.world.rank, group=mesh.world.group)
+        # Each rank reads its own file once more for the hash, so that none waits long for another.
+        entries = mesh.gather(flush_files(temporary, [shard] if shard.exists() else []))
+        if mesh.is_first_rank:
+            versions = {
+                "trimegatron": trimegatron.__version__,
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+            }
+            state = CheckpointState(progress, optimizer.step_count, scaler, config.to_dict(), data, interval, versions)
+            state.write(temporary)
+            tokenizer.save(temporary / TOKENIZER)
+            rest = [path for path in temporary.rglob("*") if path.is_file() and path.suffix != ".safetensors"]
+            publish(
+                temporary, final, {k: v for part in (*entries, flush_files(temporary, rest)) for k, v in part.items()}
+            )
+        mesh.barrier()
     return final
-
-
-def write_checkpoint(
-    temporary: Path,
-    final: Path,
-    config: Config,
-    progress: Progress,
-    optimizer: FlatAdamW,
-    scaler: dict[str, float],
-    data: dict[str, Any],
-    interval: dict[str, Any],
-    tokenizer: Tokenizer,
-    mesh: Mesh,
-) -> None:
-    """Every rank's tensors, the first rank's JSON and tokenizer, then the name that makes it complete."""
-    if mesh.is_first_rank:
-        prepare(final.parent, progress.iteration)
-    mesh.barrier()
-    pieces = model_pieces(optimizer.buffer, optimizer.buffer.params, "model")
-    if not config.checkpoint.no_save_optim:
-        pieces |= optimizer_pieces(optimizer)
-    shard = save_pieces(temporary, pieces, rank=mesh.world.rank, group=mesh.world.group)
-    # Each rank reads its own file once more for the hash, so that none waits long for another.
-    entries = mesh.gather(flush_files(temporary, [shard] if shard.exists() else []))
-    if mesh.is_first_rank:
-        versions = {
-            "trimegatron": trimegatron.__version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        }
-        state = CheckpointState(progress, optimizer.step_count, scaler, config.to_dict(), data, interval, versions)
-        state.write(temporary)
-        tokenizer.save(temporary / TOKENIZER)
-        rest = [path for path in temporary.rglob("*") if path.is_file() and path.suffix != ".safetensors"]
-        publish(temporary, final, {k: v for part in (*entries, flush_files(temporary, rest)) for k, v in part.items()})
-    mesh.barrier()
 
 
 def load_checkpoint(

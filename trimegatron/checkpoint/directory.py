@@ -172,3 +172,15 @@ def readable(folder: Path) -> Iterator[None]:
         yield
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"checkpoint {folder} cannot be read: {type(error).__name__}: {error}") from error
+
+
+@contextmanager
+def saving(folder: Path) -> Iterator[None]:
+    """Turn what goes wrong while a checkpoint is written into a CheckpointError that names it."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder} could not be saved: {error}. Earlier checkpoints are as they were; free space or mend the "
+            "folder, then resume with --load"
+        ) from error
