@@ -19,7 +19,7 @@ from trimegatron.config.options import Options, option
 from trimegatron.convert.gpt2 import to_gpt2
 from trimegatron.data_parallel.buffer import ParameterBuffer
 from trimegatron.errors import UserError
-from trimegatron.mesh import Axis
+from trimegatron.mesh import Mesh
 from trimegatron.model.gpt import GPTStage
 from trimegatron.model.init import initialize
 from trimegatron.model.spec import GPTSpec
@@ -82,7 +82,7 @@ def our_step(model: GPTStage, tokens: torch.Tensor) -> Callable[[], float]:
         buffer.zero_grad()
         loss = model(inputs, labels=labels) / labels.numel()
         loss.backward()
-        norm = squared_norm(buffer, Axis(), kernels="auto").sqrt()
+        norm = squared_norm(buffer, Mesh(torch.device("cpu")), kernels="auto").sqrt()
         optimizer.step(lr=LR, weight_decay=WEIGHT_DECAY, grad_multiplier=clip_factor(norm, CLIP))
         return loss.item()
 

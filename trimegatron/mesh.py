@@ -47,7 +47,16 @@ class Mesh:
     pipeline: Axis = Axis()
     data: Axis = Axis()
     tensor: Axis = Axis()
+    model: Axis = Axis()
+    """The ranks that hold one replica of the model: pipeline × tensor."""
+    embedding: Axis = Axis()
+    """The two stages that hold the tied word table, first and last; size 1 everywhere else."""
     store: dist.Store | None = None
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank's pipeline stage computes the loss."""
+        return self.pipeline.rank == self.pipeline.size - 1
 
     @property
     def is_first_rank(self) -> bool:
@@ -186,7 +195,20 @@ def init_mesh(
         return Axis(size, mesh.get_local_rank(name), mesh.get_group(name) if size > 1 else None)
 
     world = Axis(world_size, rank, dist.group.WORLD)
-    return Mesh(device, world, axis("pp"), axis("dp"), axis("tp"), store)
+    ranks = mesh.mesh  # [pp, dp, tp]
+    model = _axis_of(rank, [ranks[:, d].flatten().tolist() for d in range(data_parallel_size)])
+    embedding = Axis()
+    if pipeline_parallel_size > 1:
+        embedding = _axis_of(rank, ranks[[0, -1]].flatten(1).t().tolist())
+    return Mesh(device, world, axis("pp"), axis("dp"), axis("tp"), model, embedding, store)
+
+
+def _axis_of(rank: int, groups: list[list[int]]) -> Axis:
+    """The axis of the one of ``groups`` that ``rank`` is in; every rank calls it with the same groups."""
+    if len(groups[0]) == 1:
+        return Axis()
+    mine, _ = dist.new_subgroups_by_enumeration(groups)
+    return next((Axis(len(ranks), ranks.index(rank), mine) for ranks in groups if rank in ranks), Axis())
 
 
 def close_mesh() -> None:

@@ -184,9 +184,9 @@ class Trainer:
             self.model, self.take(batches), backward_scale=self.scaler.scale / all_tokens
         )
         self.buffer.reduce_grads(self.mesh.data)
-        loss_sum, num_tokens = self.sum_over_data_parallel(loss_sum, num_tokens)
+        loss_sum, num_tokens = self.sum_over_replicas(loss_sum, num_tokens)
         unscale = all_tokens / (num_tokens.clamp(min=1.0) * self.scaler.scale)
-        norm = squared_norm(self.buffer, self.mesh.tensor, kernels=config.model.kernels).sqrt() * unscale
+        norm = squared_norm(self.buffer, self.mesh, kernels=config.model.kernels).sqrt() * unscale
         loss, grad_norm = torch.stack([loss_sum / num_tokens.clamp(min=1.0), norm]).tolist()
         overflowed = not math.isfinite(grad_norm)
         if overflowed:
@@ -240,7 +240,7 @@ class Trainer:
                     loss_sum, num_tokens = run_micro_batches(self.model, micro_batches, backward_scale=None)
                     totals += torch.stack([loss_sum, num_tokens, self.count_bytes(micro_batches)])
             self.model.train()
-            loss, tokens, text_bytes = (float(total) for total in self.sum_over_data_parallel(*totals))
+            loss, tokens, text_bytes = (float(total) for total in self.sum_over_replicas(*totals))
             bits_per_byte = loss / math.log(2.0) / text_bytes if text_bytes > 0 else None
             self.metrics.evaluation(split, self.progress.iteration, loss / max(tokens, 1.0), bits_per_byte)
 
@@ -308,11 +308,14 @@ class Trainer:
                 )
             yield batch.to(self.mesh.device)
 
-    def sum_over_data_parallel(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Sums of scalars over the data-parallel ranks, in one all-reduce."""
+    def sum_over_replicas(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Sums over the data-parallel replicas of scalars that the last stage of each holds (others hold anything),
+        on every rank, in one all-reduce."""
         stacked = torch.stack(values)
-        if self.mesh.data.group is not None:
-            dist.all_reduce(stacked, group=self.mesh.data.group)
+        if self.mesh.world.group is not None:
+            if not (self.mesh.is_last_stage and self.mesh.tensor.rank == 0):
+                stacked = torch.zeros_like(stacked)
+            dist.all_reduce(stacked, group=self.mesh.world.group)
         return tuple(stacked.unbind())
 
     def optional_norms(self) -> dict[str, float]:
@@ -321,10 +324,10 @@ class Trainer:
         values = {}
         if logging.log_params_norm:
             values["params_norm"] = (
-                squared_norm(self.buffer, self.mesh.tensor, kernels=kernels, of=self.optimizer.master).sqrt().item()
+                squared_norm(self.buffer, self.mesh, kernels=kernels, of=self.optimizer.master).sqrt().item()
             )
         if logging.log_num_zeros_in_grad:
-            values["num_zeros"] = self.buffer.count_zero_grads(self.mesh.tensor)
+            values["num_zeros"] = self.buffer.count_zero_grads(self.mesh)
         return values
 
     def say(self, line: str) -> None:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from trimegatron.mesh import Axis
+from trimegatron.mesh import Axis, Mesh
 from trimegatron.tensor_parallel.parameter import ParameterSpec, spec_of
 
 ALIGNMENT = 64
@@ -40,9 +40,10 @@ class ParameterSlice:
 class ParameterBuffer:
     """The parameters of a model in one flat tensor, their main gradients in another.
 
-    The order is [decayed, sharded | decayed, replicated | others, replicated | others, sharded]: what the optimizer
-    decays is a prefix of ``num_decayed`` elements, and what all tensor-parallel ranks hold alike is one range
-    (``replicated``), which the gradient norm must count once. Decayed are weights of two dimensions, as Megatron's.
+    The order is [tied copy | decayed, sharded | decayed, replicated | others, replicated | others, sharded]: what the
+    optimizer decays is a prefix of ``num_decayed`` elements, what all tensor-parallel ranks hold alike is one range
+    (``replicated``), which the gradient norm must count once, and what another stage answers for is not counted.
+    Decayed are weights of two dimensions, as Megatron's.
 
     Gradients of the parameters' own dtype accumulate where they are (``parameter.grad`` is the view); others are
     added into the main gradient, and dropped, by a hook as soon as each is there.
@@ -53,13 +54,15 @@ class ParameterBuffer:
             return parameter.dim() >= 2
 
         def place(item: tuple[str, nn.Parameter]) -> int:
-            sharded = spec_of(item[1]).is_sharded
-            return (0 if sharded else 1) if decays(item[1]) else (3 if sharded else 2)
+            spec = spec_of(item[1])
+            if spec.is_tied_copy:
+                return 0
+            return (1 if spec.is_sharded else 2) if decays(item[1]) else (4 if spec.is_sharded else 3)
 
-        ordered = sorted(named_parameters, key=place)  # stable: module order within each of the four
+        ordered = sorted(named_parameters, key=place)  # stable: module order within each of the five
         first = ordered[0][1]
         self.slices: list[ParameterSlice] = []
-        ends = [0, 0, 0, 0]
+        ends = [0, 0, 0, 0, 0]
         position = 0
         for item in ordered:
             name, parameter = item
@@ -67,11 +70,11 @@ class ParameterBuffer:
             self.slices.append(ParameterSlice(name, parameter, position))
             position += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
             ends[place(item)] = position
-        for i in range(1, 4):
+        for i in range(1, 5):
             ends[i] = max(ends[i], ends[i - 1])
-        self.num_decayed = ends[1]
-        self.replicated = slice(ends[0], ends[2])
-        self.sharded = (slice(0, ends[0]), slice(ends[2], ends[3]))
+        self.num_decayed = ends[2]
+        self.replicated = slice(ends[1], ends[3])
+        self.sharded = (slice(ends[0], ends[1]), slice(ends[3], ends[4]))
         self.params = torch.zeros(position, dtype=first.dtype, device=first.device)
         self.grads = torch.zeros(position, dtype=grad_dtype, device=first.device)
         for piece in self.slices:
@@ -102,11 +105,11 @@ class ParameterBuffer:
         if data.group is not None:
             dist.all_reduce(self.grads, group=data.group)
 
-    def count_zero_grads(self, tensor: Axis) -> float:
+    def count_zero_grads(self, mesh: Mesh) -> float:
         """How many elements of the whole model's gradient are exactly zero; padding is not counted."""
-        counted = [piece for piece in self.slices if piece.spec.is_sharded or tensor.rank == 0]
+        counted = [p for p in self.slices if (p.spec.is_sharded or mesh.tensor.rank == 0) and not p.spec.is_tied_copy]
         zeros = [(piece.spec.valid(piece.view(self.grads)) == 0).sum() for piece in counted]
-        total = torch.stack(zeros).sum()
-        if tensor.group is not None:
-            dist.all_reduce(total, group=tensor.group)
+        total = torch.stack(zeros).sum() if zeros else torch.zeros((), dtype=torch.int64, device=self.grads.device)
+        if mesh.model.group is not None:
+            dist.all_reduce(total, group=mesh.model.group)
         return total.item()

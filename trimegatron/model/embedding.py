@@ -24,7 +24,7 @@ class PositionEmbedding(nn.Module):
 class GPTEmbedding(nn.Module):
     """dropout(word[token] + position[0 … s−1, or position_ids]): tokens [b, s] -> [s, b, h].
 
-    Without positions it only holds the word table, for a head that is tied to it on another stage.
+    Without positions it only holds a copy of the word table, for a head that is tied to the first stage's.
     """
 
     def __init__(self, spec: GPTSpec, *, with_positions: bool = True):
@@ -35,6 +35,7 @@ class GPTEmbedding(nn.Module):
             spec.hidden_size,
             axis=spec.tensor,
             init_std=spec.init_method_std,
+            is_tied_copy=not with_positions,
             dtype=spec.dtype,
             device=spec.device,
         )

@@ -7,12 +7,10 @@ import torch.distributed as dist
 
 from trimegatron.data_parallel.buffer import ParameterBuffer
 from trimegatron.kernels import functional
-from trimegatron.mesh import Axis
+from trimegatron.mesh import Mesh
 
 
-def squared_norm(
-    buffer: ParameterBuffer, tensor: Axis, *, kernels: str, of: torch.Tensor | None = None
-) -> torch.Tensor:
+def squared_norm(buffer: ParameterBuffer, mesh: Mesh, *, kernels: str, of: torch.Tensor | None = None) -> torch.Tensor:
     """Σ g² over the whole model, replicated parameters counted once: an fp32 scalar on the device, alike on every rank.
 
     ``of`` is another flat tensor laid out as the gradients; the gradients without it.
@@ -22,10 +20,10 @@ def squared_norm(
         (functional.sum_of_squares(flat[part], impl=kernels) for part in buffer.sharded),
         torch.zeros((), device=flat.device),
     )
-    if tensor.rank == 0:
+    if mesh.tensor.rank == 0:
         total = total + functional.sum_of_squares(flat[buffer.replicated], impl=kernels)
-    if tensor.group is not None:
-        dist.all_reduce(total, group=tensor.group)
+    if mesh.model.group is not None:
+        dist.all_reduce(total, group=mesh.model.group)
     return total
 
 
