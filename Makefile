@@ -6,10 +6,11 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help demo test lint unit clean
+.PHONY: help demo test test-long lint unit clean
 help:
 	@echo "make demo   set up and run the whole workflow on this machine (tokenizer, data, training, conversion, text)"
 	@echo "make test   set up and run the linters and all tests"
+	@echo "make test-long   the long forms of the tests (exactness of every layout: minutes to an hour)"
 	@echo "make lint   ruff and mypy only;  make unit   tests only;  make clean   remove .venv and the demo's output"
 
 $(VENV)/installed: pyproject.toml
@@ -31,6 +32,9 @@ unit: $(VENV)/installed
 	$(BIN)/python -m pytest
 
 test: lint unit
+
+test-long: $(VENV)/installed
+	$(BIN)/python -m pytest -m long
 
 clean:
 	rm -rf $(VENV) demo build dist *.egg-info
