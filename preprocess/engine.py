@@ -177,9 +177,9 @@ def _arrays(encoded: Any) -> tuple[np.ndarray, np.ndarray]:
     if isinstance(encoded, list):
         lengths = np.fromiter(map(len, encoded), np.int32, len(encoded))
         return np.concatenate([np.empty(0, np.uint32), *encoded]), lengths
-    import awkward
-
-    return np.asarray(awkward.flatten(encoded)), np.asarray(awkward.num(encoded)).astype(np.int32)
+    layout = encoded.layout.to_ListOffsetArray64(True)
+    offsets = np.asarray(layout.offsets)
+    return np.asarray(layout.content.data)[: offsets[-1]], np.diff(offsets).astype(np.int32)
 
 
 def choose_engine(wanted: str, tokenizer: Tokenizer, sample: Callable[[], list[str]], cores: int) -> tuple[Engine, str]:
