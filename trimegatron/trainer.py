@@ -346,8 +346,10 @@ class Trainer:
         if own:
             totals = torch.stack(self.sum_over_ranks(own=own.values())).tolist()
             values = dict(zip(own, totals, strict=True))
-            if logging.log_params_norm:
-                values["params_norm"] = math.sqrt(values["params_norm"])
+        if logging.log_params_norm:
+            values["params_norm"] = math.sqrt(values["params_norm"])
+        if logging.log_num_zeros_in_grad:
+            values["num_zeros"] = int(values["num_zeros"])
         if logging.log_grad_norm_by_group:
             values |= {
                 "grad_norm_decayed": result.grad_norm_decayed,
