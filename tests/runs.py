@@ -81,6 +81,10 @@ def train_tiny(prefix: Path, *, world_size: int = 1, metrics: Path, **changes: A
     flags = tiny_flags(prefix, metrics_file=metrics, **changes)
     codes = run_ranks(world_size, train.main, flags)
     assert codes == [0] * world_size
+    return _lines(metrics)
+
+
+def _lines(metrics: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
 
 
@@ -98,7 +102,7 @@ def train_in_turn(
         for name, changes in runs.items()
     }
     run_ranks(world_size, _train_in_turn, tensor_parallel_size, flags)
-    return {name: [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()] for name in runs}
+    return {name: _lines(folder / f"{name}.jsonl") for name in runs}
 
 
 def _train_in_turn(tensor_parallel_size: int, flags: dict[str, list[str]]) -> None:

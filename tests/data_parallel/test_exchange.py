@@ -17,8 +17,13 @@ from torch import nn
 from tests.parallel import run_ranks
 from trimegatron.data_parallel import buffer as module
 from trimegatron.data_parallel.buffer import ParameterBuffer
-from trimegatron.data_parallel.collectives import start_reduce_scatter
+from trimegatron.data_parallel.collectives import start_all_gather, start_reduce_scatter
 from trimegatron.mesh import Axis, Mesh, close_mesh, init_mesh
+from trimegatron.model.build import wait_for_parameters
+from trimegatron.model.gpt import GPTStage
+from trimegatron.model.init import initialize
+from trimegatron.model.spec import GPTSpec
+from trimegatron.optim.adamw import FlatAdamW
 from trimegatron.tensor_parallel.parameter import make_parameter
 
 CPU = torch.device("cpu")
@@ -165,3 +170,64 @@ def table_sums(mesh: Mesh, shard_optimizer: bool) -> None:
 
 def test_sums_over_tensor_parallelism_and_stages():
     run_ranks(4, sums_over_other_axes)
+
+
+def gathering_overlaps() -> list[str]:
+    """A stage's forward pass after an update: what was gathered, waited for and computed, in order."""
+    mesh = init_mesh(CPU)
+    log: list[str] = []
+    try:
+        spec = GPTSpec(3, 24, 96, 3, 8, 8, 29, 32, attention_dropout=0.0, hidden_dropout=0.0)
+        model = GPTStage(spec, range(3))
+        initialize(model, 1)
+        buffer = ParameterBuffer(
+            model.named_parameters(), grad_dtype=torch.float32, mesh=mesh, bucket_size=6000, shard_optimizer=True,
+            overlap_param_gather=True,
+        )  # fmt: skip
+        names = {}
+        for bucket in buffer.buckets:
+            layers = sorted({p.name.split(".")[1] for p in bucket.slices if p.name.startswith("layers.")})
+            names[bucket.start] = "layers " + " ".join(layers) if layers else "table"
+
+        @dataclasses.dataclass
+        class Logged:
+            name: str
+            work: Any
+
+            def wait(self) -> None:
+                log.append(f"wait for {self.name}")
+                self.work.wait()
+
+        def start(flat: torch.Tensor, shard: torch.Tensor, group: Any) -> Logged:
+            log.append(f"gather {names[flat.storage_offset()]}")
+            return Logged(names[flat.storage_offset()], start_all_gather(flat, shard, group))
+
+        wait_for_parameters(model, buffer)
+        for layer, part in model.layers.items():
+            part.register_forward_hook(lambda *_, layer=layer: log.append(f"layer {layer}"))
+        optimizer = FlatAdamW(buffer, beta1=0.9, beta2=0.95, epsilon=1e-8, kernels="auto")
+        tokens = torch.arange(16).view(2, 8)
+        buffer.start(1)
+        model(tokens, labels=tokens).backward()
+        buffer.finish()
+        log.clear()
+        with mock.patch.object(module, "start_all_gather", start):
+            optimizer.step(lr=0.01, weight_decay=0.1, grad_multiplier=torch.ones(()))
+            model.eval()
+            with torch.no_grad():
+                model(tokens, labels=tokens)
+        return log
+    finally:
+        close_mesh()
+
+
+def test_a_layer_waits_for_its_own_parameters_only():
+    """Layer 0 shares a bucket with the positions, which the stage itself needs; layers share buckets at their ends."""
+    for log in run_ranks(2, gathering_overlaps):
+        assert log == [
+            "gather table", "gather layers 0", "gather layers 0 1", "gather layers 1 2", "gather layers 2",
+            "wait for layers 0", "wait for table",
+            "wait for layers 0 1", "layer 0",
+            "wait for layers 1 2", "layer 1",
+            "wait for layers 2", "layer 2",
+        ]  # fmt: skip
