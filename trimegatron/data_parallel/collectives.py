@@ -1,6 +1,7 @@
 """The two collectives of sharded buffers, in place and asynchronous, by the names that torch gives them.
 
-Gloo has both since before torch 2.11, for fp32, bf16 and fp16. torch 2.13 renamed them and warns of the old names.
+Gloo has both, for fp32, bf16 and fp16. Inside it sums a copy of all and keeps the shard, in the order of its
+all-reduce; the copy back happens in ``wait``. torch 2.13 renamed the two and warns of the old names.
 """
 
 from __future__ import annotations
