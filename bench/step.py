@@ -19,12 +19,11 @@ from trimegatron.config.options import Options, option
 from trimegatron.convert.gpt2 import to_gpt2
 from trimegatron.data_parallel.buffer import ParameterBuffer
 from trimegatron.errors import UserError
-from trimegatron.mesh import Mesh
 from trimegatron.model.gpt import GPTStage
 from trimegatron.model.init import initialize
 from trimegatron.model.spec import GPTSpec
 from trimegatron.optim.adamw import FlatAdamW
-from trimegatron.optim.gradients import clip_factor, squared_norm
+from trimegatron.optim.gradients import clip_factor, squared_norms
 
 LR, WEIGHT_DECAY, CLIP, BETAS, EPSILON = 1e-3, 0.1, 1.0, (0.9, 0.999), 1e-8
 
@@ -79,10 +78,12 @@ def our_step(model: GPTStage, tokens: torch.Tensor) -> Callable[[], float]:
     inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
     def step() -> float:
-        buffer.zero_grad()
+        buffer.start(num_micro_batches=1)
         loss = model(inputs, labels=labels) / labels.numel()
         loss.backward()
-        norm = squared_norm(buffer, Mesh(torch.device("cpu")), kernels="auto").sqrt()
+        buffer.finish()
+        decayed, others = squared_norms(buffer.counted_grads(), device=inputs.device, kernels="auto")
+        norm = (decayed + others).sqrt()
         optimizer.step(lr=LR, weight_decay=WEIGHT_DECAY, grad_multiplier=clip_factor(norm, CLIP))
         return loss.item()
 

@@ -1,7 +1,9 @@
-"""AdamW over a flat shard and the sum of squares of a gradient, in Triton. Neither waits for the device.
+"""AdamW over the slices of a shard in one launch, and the sum of squares of a gradient, in Triton. Neither waits for
+the device.
 
 Bytes per parameter: AdamW reads gradient, master, two moments and writes master, two moments and the low-precision
-weight: 28 with 2-byte gradients, 30 with fp32; the sum of squares reads the gradient once.
+weight: 28 with 2-byte gradients, 30 with fp32, and 16 for the 1024 of a tile to find them; the sum of squares reads
+the gradient once.
 """
 
 import torch
@@ -10,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trimegatron.kernels import launcher
+from trimegatron.kernels.adamw_runs import ALIGNMENT, TILE
 from trimegatron.kernels.adamw_scalars import AdamWScalar
 from trimegatron.kernels.launcher import Config
 
@@ -24,35 +27,43 @@ _MULTIPLIER = tl.constexpr(int(AdamWScalar.GRAD_MULTIPLIER))
 _FOUND_INF = tl.constexpr(int(AdamWScalar.FOUND_INF))
 
 
-@triton.jit(do_not_specialize=["num_decayed"])
+@triton.jit
 def _adamw_kernel(
-    param, exp_avg, exp_avg_sq, grad, low_precision, scalars, n, num_decayed,
-    HAS_LOW_PRECISION: tl.constexpr, COLUMNS: tl.constexpr,
+    param, exp_avg, exp_avg_sq, grad, low_precision, scalars, tiles,
+    HAS_LOW_PRECISION: tl.constexpr, COLUMNS: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    # param, exp_avg, exp_avg_sq [n] fp32; grad, low_precision [n]; scalars fp32 in the order of AdamWScalar
+    # exp_avg, exp_avg_sq fp32 of the shard; grad, low_precision of the whole buffer; param fp32, laid out as the shard
+    # beside a low-precision copy, else as the buffer; scalars fp32 in the order of AdamWScalar;
+    # tiles int32 [programs, (flat, state, length, decays)] in multiples of UNIT, which tells Triton of the alignment
     if tl.load(scalars + _FOUND_INF) == 0.0:
+        row = tiles + tl.program_id(0) * 4
+        lane = tl.arange(0, COLUMNS)
+        flat = tl.load(row).to(tl.int64) * UNIT + lane
+        state = tl.load(row + 1).to(tl.int64) * UNIT + lane
+        mask = lane < tl.load(row + 2) * UNIT
+        decay = tl.load(row + 3).to(tl.float32) * tl.load(scalars + _WEIGHT_DECAY)
+        if HAS_LOW_PRECISION:
+            master = state
+        else:
+            master = flat
         lr = tl.load(scalars + _LR)
-        weight_decay = tl.load(scalars + _WEIGHT_DECAY)
         beta1 = tl.load(scalars + _BETA1)
         beta2 = tl.load(scalars + _BETA2)
         eps = tl.load(scalars + _EPS)
         step_size = 1.0 / tl.load(scalars + _CORRECTION1)
         root = 1.0 / tl.sqrt(tl.load(scalars + _CORRECTION2))
         multiplier = tl.load(scalars + _MULTIPLIER)
-        offset = tl.cast(tl.program_id(0), tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
-        mask = offset < n
-        g = tl.load(grad + offset, mask=mask, other=0.0).to(tl.float32) * multiplier
-        p = tl.load(param + offset, mask=mask, other=0.0)
+        g = tl.load(grad + flat, mask=mask, other=0.0).to(tl.float32) * multiplier
+        p = tl.load(param + master, mask=mask, other=0.0)
         # 1 - beta is exact in fp32 for beta in [0.5, 1], so the moments are those of the beta that fp32 holds.
-        m = beta1 * tl.load(exp_avg + offset, mask=mask, other=0.0) + (1.0 - beta1) * g
-        v = beta2 * tl.load(exp_avg_sq + offset, mask=mask, other=0.0) + (1.0 - beta2) * g * g
-        decay = tl.where(offset < num_decayed, weight_decay, 0.0)
+        m = beta1 * tl.load(exp_avg + state, mask=mask, other=0.0) + (1.0 - beta1) * g
+        v = beta2 * tl.load(exp_avg_sq + state, mask=mask, other=0.0) + (1.0 - beta2) * g * g
         p -= lr * (m * step_size / (tl.sqrt(v) * root + eps) + decay * p)
-        tl.store(param + offset, p, mask=mask)
-        tl.store(exp_avg + offset, m, mask=mask)
-        tl.store(exp_avg_sq + offset, v, mask=mask)
+        tl.store(param + master, p, mask=mask)
+        tl.store(exp_avg + state, m, mask=mask)
+        tl.store(exp_avg_sq + state, v, mask=mask)
         if HAS_LOW_PRECISION:
-            tl.store(low_precision + offset, p.to(low_precision.dtype.element_ty), mask=mask)
+            tl.store(low_precision + flat, p.to(low_precision.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -81,17 +92,17 @@ def adamw_step_(
     exp_avg_sq: Tensor,
     grad: Tensor,
     scalars: Tensor,
-    num_decayed: int,
+    tiles: Tensor,
     low_precision: Tensor | None,
 ) -> None:
     """Updates ``param``, both moments and ``low_precision`` in place, all flat and contiguous."""
-    n = param.numel()
-    if n == 0:
+    programs = tiles.shape[0]
+    if programs == 0:
         return
-    config = launcher.configure("adamw", Config(1, 1024, num_warps=4))
+    config = launcher.configure("adamw", Config(1, TILE, num_warps=4))
     launcher.launch(
-        _adamw_kernel, (triton.cdiv(n, config.columns),), param, exp_avg, exp_avg_sq, grad, low_precision, scalars,
-        n, num_decayed, config=config, HAS_LOW_PRECISION=low_precision is not None, COLUMNS=config.columns,
+        _adamw_kernel, (programs,), param, exp_avg, exp_avg_sq, grad, low_precision, scalars, tiles,
+        config=config, HAS_LOW_PRECISION=low_precision is not None, COLUMNS=TILE, UNIT=ALIGNMENT,
     )  # fmt: skip
 
 

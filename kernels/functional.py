@@ -19,12 +19,15 @@ import torch
 from torch import Tensor
 
 from trimegatron.kernels import ops, philox, reference
+from trimegatron.kernels.adamw_runs import AdamWRuns, Run
 from trimegatron.kernels.adamw_scalars import NUM_ADAMW_SCALARS, AdamWScalar, adamw_scalars
 from trimegatron.kernels.philox import Site
 
 __all__ = [
     "NUM_ADAMW_SCALARS",
+    "AdamWRuns",
     "AdamWScalar",
+    "Run",
     "Site",
     "adamw_scalars",
     "adamw_step_",
@@ -202,26 +205,34 @@ def adamw_step_(
     grad: Tensor,
     scalars: Tensor,
     *,
-    num_decayed: int,
+    runs: AdamWRuns,
     low_precision: Tensor | None = None,
     impl: str = "auto",
 ) -> None:
-    """One AdamW step over a flat shard, in place, without waiting for the device.
+    """One AdamW step over the runs of a shard, in place, in one launch, without waiting for the device.
 
     g = grad · multiplier; m = β₁ m + (1 - β₁) g; v = β₂ v + (1 - β₂) g²;
     p -= lr (m / c₁ / (sqrt(v) / sqrt(c₂) + eps) + wd p)
 
     Args:
-        param, exp_avg, exp_avg_sq: fp32 [n], contiguous; param is the master copy.
-        grad: fp32, bf16 or fp16 [n]. Lengths that are multiples of 16 are the fast ones.
+        param: fp32, the master copy: laid out as the moments beside a low-precision copy, else as the gradients.
+        exp_avg, exp_avg_sq: fp32 [elements of the shard].
+        grad: fp32, bf16 or fp16 [elements of the buffer].
         scalars: fp32 on the same device, in the order of ``AdamWScalar``; see ``adamw_scalars``.
-        num_decayed: the elements before this one are decayed.
-        low_precision: [n], receives the new param in its dtype.
+        runs: which elements, where they lie in the two layouts, and which are decayed.
+        low_precision: [elements of the buffer], receives the new param in its dtype.
     """
     flat = [param, exp_avg, exp_avg_sq, grad] + ([] if low_precision is None else [low_precision])
     _check(
-        all(t.dim() == 1 and t.shape == param.shape and t.is_contiguous() for t in flat),
-        f"param, moments, grad and low_precision must be contiguous and of one length; got "
+        all(t.dim() == 1 and t.is_contiguous() for t in flat),
+        f"param, moments, grad and low_precision must be flat and contiguous; got {[list(t.shape) for t in flat]}.",
+    )
+    whole, shard = grad.shape, exp_avg.shape
+    _check(
+        exp_avg_sq.shape == shard
+        and param.shape == (whole if low_precision is None else shard)
+        and (low_precision is None or low_precision.shape == whole),
+        f"param must be as long as grad, or as the moments beside low_precision, which is as long as grad; got "
         f"{[list(t.shape) for t in flat]}.",
     )
     _check(
@@ -232,12 +243,16 @@ def adamw_step_(
         scalars.dtype == torch.float32 and scalars.shape == (NUM_ADAMW_SCALARS,) and scalars.is_contiguous(),
         f"scalars ({scalars.dtype}, {list(scalars.shape)}) must be fp32 of the {NUM_ADAMW_SCALARS} of AdamWScalar.",
     )
+    _check(
+        runs.flat_end <= whole.numel() and runs.state_end <= shard.numel(),
+        f"runs must end within the tensors; got ends {runs.flat_end} of {whole.numel()} and {runs.state_end} of "
+        f"{shard.numel()}.",
+    )
     if uses_triton(impl, param):
-        torch.ops.trimegatron.adamw_step_(param, exp_avg, exp_avg_sq, grad, scalars, num_decayed, low_precision)
+        tiles = runs.tiles(param.device)
+        torch.ops.trimegatron.adamw_step_(param, exp_avg, exp_avg_sq, grad, scalars, tiles, low_precision)
     else:
-        reference.adamw_step_(
-            param, exp_avg, exp_avg_sq, grad, scalars, num_decayed=num_decayed, low_precision=low_precision
-        )
+        reference.adamw_step_(param, exp_avg, exp_avg_sq, grad, scalars, runs=runs.runs, low_precision=low_precision)
 
 
 def sum_of_squares(grad: Tensor, *, impl: str = "auto") -> Tensor:

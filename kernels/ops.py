@@ -108,7 +108,7 @@ define_op(
 )
 define_op(
     "adamw_step_(Tensor(a!) param, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor grad, Tensor scalars,"
-    " int num_decayed, Tensor(d!)? low_precision) -> ()",
+    " Tensor tiles, Tensor(d!)? low_precision) -> ()",
     "adamw",
     lambda *args: None,
 )

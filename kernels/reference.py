@@ -8,14 +8,15 @@ more on a CPU than the memory does.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
+from collections.abc import Iterable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from trimegatron.kernels import philox
+from trimegatron.kernels.adamw_runs import Run
 from trimegatron.kernels.adamw_scalars import AdamWScalar
 
 _ADAMW_CHUNK = 1 << 16  # elements whose temporaries stay in cache
@@ -112,11 +113,11 @@ def adamw_step_(
     grad: Tensor,
     scalars: Tensor,
     *,
-    num_decayed: int,
+    runs: Iterable[Run],
     low_precision: Tensor | None = None,
 ) -> None:
     """g = grad · multiplier; m = β₁ m + (1 - β₁) g; v = β₂ v + (1 - β₂) g²;
-    p -= lr (m / c₁ / (sqrt(v) / sqrt(c₂) + eps) + wd p), wd only below ``num_decayed``.
+    p -= lr (m / c₁ / (sqrt(v) / sqrt(c₂) + eps) + wd p), wd only in runs that decay.
 
     Reads the scalars on the host, which waits for the device where that is not a CPU.
     """
@@ -124,22 +125,22 @@ def adamw_step_(
     if value[AdamWScalar.FOUND_INF] != 0.0:
         return
     beta1, beta2 = value[AdamWScalar.BETA1], value[AdamWScalar.BETA2]
-    n = param.numel()
-    # Cuts at num_decayed too, so that a chunk decays as a whole or not at all.
-    edges = sorted({*range(0, n, _ADAMW_CHUNK), min(max(num_decayed, 0), n), n})
-    for start, stop in itertools.pairwise(edges):
-        part = slice(start, stop)
-        p, m, v = param[part], exp_avg[part], exp_avg_sq[part]
-        g = grad[part].float() * value[AdamWScalar.GRAD_MULTIPLIER]
-        m.mul_(beta1).add_(g, alpha=1.0 - beta1)
-        v.mul_(beta2).addcmul_(g, g, value=1.0 - beta2)
-        update = v.sqrt().div_(math.sqrt(value[AdamWScalar.BIAS_CORRECTION2])).add_(value[AdamWScalar.EPS])
-        torch.div(m, update, out=update).div_(value[AdamWScalar.BIAS_CORRECTION1])
-        if start < num_decayed:
-            update.add_(p, alpha=value[AdamWScalar.WEIGHT_DECAY])
-        p.sub_(update, alpha=value[AdamWScalar.LR])
-        if low_precision is not None:
-            low_precision[part].copy_(p)
+    for run in runs:
+        for done in range(0, run.length, _ADAMW_CHUNK):
+            length = min(_ADAMW_CHUNK, run.length - done)
+            flat = slice(run.flat + done, run.flat + done + length)
+            state = slice(run.state + done, run.state + done + length)
+            p, m, v = param[flat if low_precision is None else state], exp_avg[state], exp_avg_sq[state]
+            g = grad[flat].float() * value[AdamWScalar.GRAD_MULTIPLIER]
+            m.mul_(beta1).add_(g, alpha=1.0 - beta1)
+            v.mul_(beta2).addcmul_(g, g, value=1.0 - beta2)
+            update = v.sqrt().div_(math.sqrt(value[AdamWScalar.BIAS_CORRECTION2])).add_(value[AdamWScalar.EPS])
+            torch.div(m, update, out=update).div_(value[AdamWScalar.BIAS_CORRECTION1])
+            if run.decays:
+                update.add_(p, alpha=value[AdamWScalar.WEIGHT_DECAY])
+            p.sub_(update, alpha=value[AdamWScalar.LR])
+            if low_precision is not None:
+                low_precision[flat].copy_(p)
 
 
 @torch.no_grad()

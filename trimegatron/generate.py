@@ -68,7 +68,7 @@ def load_model(
     model = GPTStage(model_spec(config, tensor=Axis(), device=device, dtype=dtype), range(config.model.num_layers))
     buffer = ParameterBuffer(model.named_parameters(), grad_dtype=next(model.parameters()).dtype)
     buffer.params.zero_()
-    load_pieces(folder, model_pieces(buffer, buffer.params, "model"), group=None)
+    load_pieces(folder, model_pieces(buffer), group=None)
     if rounded_to is not None:
         buffer.params.copy_(buffer.params.to(rounded_to))
     return model.eval()

@@ -157,7 +157,7 @@ class MetricsWriter:
             *([f"grad norm: {norm:.3f}"] if norm is not None else []),
             *(
                 f"{name.replace('_', ' ')}: {values[name]:.6g}"
-                for name in ("params_norm", "num_zeros")
+                for name in ("grad_norm_decayed", "grad_norm_others", "params_norm", "num_zeros")
                 if name in values
             ),
             f"number of skipped iterations: {values['skipped']:3d}",

@@ -22,7 +22,7 @@ from trimegatron.data_parallel.buffer import ParameterBuffer
 from trimegatron.errors import ConfigError, UserError
 from trimegatron.mesh import Mesh, close_mesh, init_mesh, launched_world_size, select_device
 from trimegatron.metrics import Interval, MetricsWriter, metrics_path
-from trimegatron.model.build import build_model, model_spec
+from trimegatron.model.build import build_model, model_spec, wait_for_parameters
 from trimegatron.optim.adamw import FlatAdamW
 from trimegatron.optim.scaler import DynamicLossScaler, LossScaler
 from trimegatron.tensor_parallel.embedding import padded_vocab_size
@@ -107,7 +107,14 @@ def build_trainer(config: Config, mesh: Mesh, tokenizer: Tokenizer, checkpoint: 
     buffer = ParameterBuffer(
         model.named_parameters(),
         grad_dtype=torch.float32 if fp32_grads else getattr(torch, config.precision.params_dtype),
+        mesh=mesh,
+        bucket_size=config.parallel.ddp_bucket_size,
+        shard_optimizer=config.parallel.use_distributed_optimizer,
+        overlap_grad_reduce=config.parallel.overlap_grad_reduce,
+        overlap_param_gather=config.parallel.overlap_param_gather,
     )
+    if config.parallel.overlap_param_gather:
+        wait_for_parameters(model, buffer)
     optimizer = FlatAdamW(
         buffer,
         beta1=config.optimizer.adam_beta1,

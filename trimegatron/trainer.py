@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,7 +30,7 @@ from trimegatron.errors import DataError, DivergedError
 from trimegatron.mesh import Mesh
 from trimegatron.metrics import MetricsWriter
 from trimegatron.optim.adamw import FlatAdamW
-from trimegatron.optim.gradients import clip_factor, squared_norm
+from trimegatron.optim.gradients import clip_factor, squared_norms
 from trimegatron.optim.scaler import LossScaler
 from trimegatron.pipeline_parallel.engine import run_micro_batches
 from trimegatron.tokenizer import Tokenizer
@@ -41,10 +41,13 @@ LOOKED_AT = 256
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step came to. ``grad_norm`` is unscaled and before clipping."""
+    """What one step came to. Norms are unscaled and before clipping."""
 
     loss: float
     grad_norm: float
+    grad_norm_decayed: float
+    """Of the parameters that weight decay acts on."""
+    grad_norm_others: float
     is_skipped: bool
 
 
@@ -165,7 +168,7 @@ class Trainer:
                 "loss_scale": self.scaler.scale,
                 "skipped": int(result.is_skipped),
                 "nan": int(is_nan),
-                **self.optional_norms(),
+                **self.optional_norms(result),
             },
             num_samples=samples,
         )
@@ -179,15 +182,20 @@ class Trainer:
         """
         config = self.config
         all_tokens = config.training.global_batch_size * config.data.seq_length
-        self.buffer.zero_grad()
+        self.buffer.start(config.num_micro_batches)
         loss_sum, num_tokens = run_micro_batches(
             self.model, self.take(batches), backward_scale=self.scaler.scale / all_tokens
         )
-        self.buffer.reduce_grads(self.mesh.data)
-        loss_sum, num_tokens = self.sum_over_replicas(loss_sum, num_tokens)
-        unscale = all_tokens / (num_tokens.clamp(min=1.0) * self.scaler.scale)
-        norm = squared_norm(self.buffer, self.mesh, kernels=config.model.kernels).sqrt() * unscale
-        loss, grad_norm = torch.stack([loss_sum / num_tokens.clamp(min=1.0), norm]).tolist()
+        self.buffer.finish()
+        squares = squared_norms(self.buffer.counted_grads(), device=self.mesh.device, kernels=config.model.kernels)
+        loss_sum, num_tokens, *squares_of_groups = self.sum_over_ranks(replica=(loss_sum, num_tokens), own=squares)
+        tokens = num_tokens.clamp(min=1.0)
+        unscale = all_tokens / (tokens * self.scaler.scale)
+        norm, *norms_of_groups = (
+            squared.sqrt() * unscale for squared in (squares_of_groups[0] + squares_of_groups[1], *squares_of_groups)
+        )
+        # The one wait of the step: the host must know before it launches the update.
+        loss, grad_norm, decayed, others = torch.stack([loss_sum / tokens, norm, *norms_of_groups]).tolist()
         overflowed = not math.isfinite(grad_norm)
         if overflowed:
             self.check_overflow(loss)
@@ -199,7 +207,7 @@ class Trainer:
                 grad_multiplier=unscale * clip_factor(norm, config.optimizer.clip_grad),
             )
         self.scaler.update(overflowed)
-        return StepResult(loss, grad_norm, overflowed)
+        return StepResult(loss, grad_norm, decayed, others, is_skipped=overflowed)
 
     def check_overflow(self, loss: float) -> None:
         """Gradients that are not finite never touch the weights. With fp16 the scale adapts; else the run has diverged.
@@ -240,7 +248,7 @@ class Trainer:
                     loss_sum, num_tokens = run_micro_batches(self.model, micro_batches, backward_scale=None)
                     totals += torch.stack([loss_sum, num_tokens, self.count_bytes(micro_batches)])
             self.model.train()
-            loss, tokens, text_bytes = (float(total) for total in self.sum_over_replicas(*totals))
+            loss, tokens, text_bytes = (float(total) for total in self.sum_over_ranks(replica=totals))
             bits_per_byte = loss / math.log(2.0) / text_bytes if text_bytes > 0 else None
             self.metrics.evaluation(split, self.progress.iteration, loss / max(tokens, 1.0), bits_per_byte)
 
@@ -308,26 +316,45 @@ class Trainer:
                 )
             yield batch.to(self.mesh.device)
 
-    def sum_over_replicas(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Sums over the data-parallel replicas of scalars that the last stage of each holds (others hold anything),
-        on every rank, in one all-reduce."""
-        stacked = torch.stack(values)
+    def sum_over_ranks(
+        self, *, replica: Iterable[torch.Tensor] = (), own: Iterable[torch.Tensor] = ()
+    ) -> tuple[torch.Tensor, ...]:
+        """Sums of scalars over the whole run, on every rank, in one all-reduce in fp64.
+
+        Args:
+            replica: what the last stage of a data-parallel replica holds, alike on its tensor-parallel ranks; other
+                ranks hold anything.
+            own: what each rank answers for.
+        """
+        answers = self.mesh.is_last_stage and self.mesh.tensor.rank == 0
+        values = [value.double() if answers else value.new_zeros((), dtype=torch.float64) for value in replica]
+        stacked = torch.stack([*values, *(value.double() for value in own)])
         if self.mesh.world.group is not None:
-            if not (self.mesh.is_last_stage and self.mesh.tensor.rank == 0):
-                stacked = torch.zeros_like(stacked)
             dist.all_reduce(stacked, group=self.mesh.world.group)
         return tuple(stacked.unbind())
 
-    def optional_norms(self) -> dict[str, float]:
-        """What ``--log-params-norm`` and ``--log-num-zeros-in-grad`` ask for."""
+    def optional_norms(self, result: StepResult) -> dict[str, float]:
+        """What ``--log-params-norm``, ``--log-num-zeros-in-grad`` and ``--log-grad-norm-by-group`` ask for."""
         logging, kernels = self.config.logging, self.config.model.kernels
-        values = {}
+        own: dict[str, torch.Tensor] = {}
         if logging.log_params_norm:
-            values["params_norm"] = (
-                squared_norm(self.buffer, self.mesh, kernels=kernels, of=self.optimizer.master).sqrt().item()
-            )
+            parts = self.optimizer.counted_master()
+            own["params_norm"] = torch.stack(squared_norms(parts, device=self.mesh.device, kernels=kernels)).sum()
         if logging.log_num_zeros_in_grad:
-            values["num_zeros"] = self.buffer.count_zero_grads(self.mesh)
+            own["num_zeros"] = self.buffer.count_zero_grads()
+        values: dict[str, float] = {}
+        if own:
+            totals = torch.stack(self.sum_over_ranks(own=own.values())).tolist()
+            values = dict(zip(own, totals, strict=True))
+        if logging.log_params_norm:
+            values["params_norm"] = math.sqrt(values["params_norm"])
+        if logging.log_num_zeros_in_grad:
+            values["num_zeros"] = int(values["num_zeros"])
+        if logging.log_grad_norm_by_group:
+            values |= {
+                "grad_norm_decayed": result.grad_norm_decayed,
+                "grad_norm_others": result.grad_norm_others,
+            }
         return values
 
     def say(self, line: str) -> None:

@@ -97,7 +97,8 @@ def test_refused_for_good(work: Path, line: str, replacement: str) -> None:
         ("--local-rank 0 --context-parallel-size 1 --data-impl mmap --lr-warmup-init 0", 0),
         ("--norm-epsilon 1e-6 --apply-query-key-layer-scaling --no-check-for-nan-in-loss-and-grad", 0),
         ("--ckpt-format torch_dist --auto-detect-ckpt-format --exit-on-missing-checkpoint", 3),
-        ("--calculate-per-token-loss --log-throughput --overlap-grad-reduce --lazy-mpu-init", 4),
+        ("--calculate-per-token-loss --log-throughput --lazy-mpu-init", 3),
+        ("--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 40000000", 0),
     ],
 )
 def test_options_of_todays_megatron(work: Path, line: str, notes: int) -> None:
@@ -118,7 +119,6 @@ def test_options_of_todays_megatron(work: Path, line: str, notes: int) -> None:
         "--async-save",
         "--save-retain-interval 10",
         "--mock-data",
-        "--overlap-param-gather",
         "--context-parallel-size 2",
         "--recompute-modules core_attn",
         "--wandb-project x",

@@ -39,6 +39,7 @@ def _tiled_ops(hidden: int, dtype: torch.dtype) -> Iterator[Case]:
     x, w, samples = _meta(512, 16, hidden, dtype=dtype), _meta(hidden, dtype=dtype), _meta(16, dtype=torch.int64)
     long = _meta(2, 2, 64, 65536, dtype=dtype)
     p, g = _meta(1 << 20, dtype=torch.float32), _meta(1 << 20, dtype=dtype)
+    tiles = _meta(1024, 4, dtype=torch.int32)
     low = g if dtype != torch.float32 else None
     mask_of = (1234, 2, 3, 0)
     yield "bias_gelu_forward", lambda: bias_gelu.bias_gelu_forward(x, w, "tanh")
@@ -51,7 +52,7 @@ def _tiled_ops(hidden: int, dtype: torch.dtype) -> Iterator[Case]:
     yield "attention_dropout", lambda: attention_dropout.attention_dropout(long, samples[:2], 0.1, 1234, 3, 0, 0)
     yield "long_softmax_forward", lambda: softmax.scaled_causal_softmax_forward(long, 0.5)
     yield "long_softmax_backward", lambda: softmax.scaled_softmax_backward(long, long, 0.5, True)
-    yield "adamw", lambda: adamw.adamw_step_(p, p, p, g, _meta(9, dtype=torch.float32), 1000, low)
+    yield "adamw", lambda: adamw.adamw_step_(p, p, p, g, _meta(9, dtype=torch.float32), tiles, low)
     yield "sum_of_squares", lambda: adamw.sum_of_squares(g)
 
 

@@ -15,7 +15,8 @@ from trimegatron.kernels import functional, reference
 X, W = torch.zeros(2, 3, 4), torch.zeros(4)
 SAMPLES = torch.tensor([1, 2, 3])
 MASK: dict[str, Any] = {"p": 0.1, "seed": 0, "sample_numbers": SAMPLES, "layer": 0}
-FLAT = [torch.zeros(4) for _ in range(4)]
+FLAT = [torch.zeros(64) for _ in range(4)]
+RUNS = functional.AdamWRuns([functional.Run(0, 0, 64, True)])
 SCALARS = torch.zeros(functional.NUM_ADAMW_SCALARS)
 
 
@@ -71,9 +72,13 @@ REFUSED = {
     "mask's shape": (
         "mask", lambda: functional.scaled_masked_softmax(X[None], torch.zeros(1, 2, 3, 3, dtype=torch.bool))),
     "master's dtype": (
-        "param", lambda: functional.adamw_step_(FLAT[0].half(), *FLAT[1:], SCALARS, num_decayed=0)),
-    "grad's length": ("param", lambda: functional.adamw_step_(*FLAT[:3], W[:3], SCALARS, num_decayed=0)),
-    "scalars": ("scalars", lambda: functional.adamw_step_(*FLAT, SCALARS[:8], num_decayed=0)),
+        "param", lambda: functional.adamw_step_(FLAT[0].half(), *FLAT[1:], SCALARS, runs=RUNS)),
+    "grad's length": ("param", lambda: functional.adamw_step_(*FLAT[:3], W[:3], SCALARS, runs=RUNS)),
+    "a run's end": (
+        "runs",
+        lambda: functional.adamw_step_(*FLAT, SCALARS, runs=functional.AdamWRuns([functional.Run(64, 0, 64, True)]))),
+    "a run's start": ("runs", lambda: functional.AdamWRuns([functional.Run(0, 32, 64, True)])),
+    "scalars": ("scalars", lambda: functional.adamw_step_(*FLAT, SCALARS[:8], runs=RUNS)),
 }  # fmt: skip
 
 

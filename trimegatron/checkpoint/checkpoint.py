@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import platform
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from trimegatron.checkpoint.directory import (
 from trimegatron.checkpoint.storage import Piece, load_pieces, save_pieces, stored_pieces
 from trimegatron.config import Config
 from trimegatron.data_parallel.buffer import ParameterBuffer
+from trimegatron.data_parallel.layout import Shard
 from trimegatron.errors import CheckpointError
 from trimegatron.mesh import Mesh
 from trimegatron.optim.adamw import FlatAdamW
@@ -86,22 +88,39 @@ class CheckpointState:
         (folder / STATE).write_text(json.dumps(asdict(self), indent=1) + "\n")
 
 
-def model_pieces(buffer: ParameterBuffer, flat: torch.Tensor, prefix: str) -> dict[str, Piece]:
-    """Each parameter's rectangle in ``flat``, which is laid out as the buffer, without padding: views."""
-    return {
-        f"{prefix}.{piece.name}": Piece(piece.spec.valid(piece.view(flat)), piece.spec.global_shape, piece.spec.offsets)
-        for piece in buffer.slices
-    }
+def model_pieces(buffer: ParameterBuffer) -> dict[str, Piece]:
+    """What this rank's optimizer updates of each parameter: all, or the rows of its shards, without padding; views."""
+    return _pieces("model", ((shard, buffer.params, shard.flat) for shard in buffer.updated))
 
 
-def optimizer_pieces(optimizer: FlatAdamW) -> dict[str, Piece]:
-    """The moments, and the master weights where they are not the model's own."""
-    buffer = optimizer.buffer
-    pieces = model_pieces(buffer, optimizer.exp_avg, "optimizer.exp_avg")
-    pieces |= model_pieces(buffer, optimizer.exp_avg_sq, "optimizer.exp_avg_sq")
-    if optimizer.low_precision is not None:
-        pieces |= model_pieces(buffer, optimizer.master, "optimizer.master")
+def moment_pieces(optimizer: FlatAdamW) -> dict[str, Piece]:
+    """The two moments, of the same rows."""
+    pieces: dict[str, Piece] = {}
+    for name, moment in (("exp_avg", optimizer.exp_avg), ("exp_avg_sq", optimizer.exp_avg_sq)):
+        shards = ((shard, moment, shard.state) for shard in optimizer.buffer.updated)
+        pieces |= _pieces(f"optimizer.{name}", shards)
     return pieces
+
+
+def master_pieces(optimizer: FlatAdamW, prefix: str) -> dict[str, Piece]:
+    """The fp32 weights, of the same rows."""
+    shards = optimizer.buffer.updated
+    return _pieces(prefix, ((shard, optimizer.master, optimizer.master_start(shard)) for shard in shards))
+
+
+def _pieces(prefix: str, shards: Iterable[tuple[Shard, torch.Tensor, int]]) -> dict[str, Piece]:
+    """The rectangles of global tensors that ``shards`` hold; each comes with a flat tensor, and where it begins there.
+
+    A parameter lies in one bucket, a rank has one shard of it, and a shard begins and ends on a row: so a rank has one
+    rectangle of each parameter at most.
+    """
+    return {
+        f"{prefix}.{piece.name}": Piece(
+            rows, piece.spec.global_shape, (piece.spec.offsets[0] + first, *piece.spec.offsets[1:])
+        )
+        for shard, flat, base in shards
+        for piece, first, rows in shard.rectangles(flat, base)
+    }
 
 
 def save_checkpoint(
@@ -126,9 +145,11 @@ def save_checkpoint(
         if mesh.is_first_rank:
             prepare(final.parent, progress.iteration)
         mesh.barrier()
-        pieces = model_pieces(optimizer.buffer, optimizer.buffer.params, "model")
+        pieces = model_pieces(optimizer.buffer)
         if not config.checkpoint.no_save_optim:
-            pieces |= optimizer_pieces(optimizer)
+            pieces |= moment_pieces(optimizer)
+            if optimizer.low_precision is not None:
+                pieces |= master_pieces(optimizer, "optimizer.master")
         shard = save_pieces(temporary, pieces, rank=mesh.world.rank, group=mesh.world.group)
         # Each rank reads its own file once more for the hash, so that none waits long for another.
         entries = mesh.gather(flush_files(temporary, [shard] if shard.exists() else []))
@@ -163,7 +184,6 @@ def load_checkpoint(
         damages = mesh.gather(damage_in(folder, share=mesh.world.rank, shares=mesh.world.size))
     for damage in filter(None, damages):
         raise CheckpointError(f"{damage}. Go on from an earlier one with --ckpt-step")
-    buffer = optimizer.buffer
     stored = stored_pieces(folder)
     has_moments = any(name.startswith("optimizer.exp_avg.") for name in stored)
     has_master = any(name.startswith("optimizer.master.") for name in stored)
@@ -175,10 +195,9 @@ def load_checkpoint(
     # The fp32 weights are the truth: the checkpoint's master where it has one, else the model's own.
     source = "optimizer.master" if has_master else "model"
     with readable(folder):
-        pieces = model_pieces(buffer, optimizer.master, source)
+        pieces = master_pieces(optimizer, source)
         if with_optimizer:
-            pieces |= model_pieces(buffer, optimizer.exp_avg, "optimizer.exp_avg")
-            pieces |= model_pieces(buffer, optimizer.exp_avg_sq, "optimizer.exp_avg_sq")
+            pieces |= moment_pieces(optimizer)
             optimizer.step_count = state.optimizer_step
         load_pieces(folder, pieces, group=mesh.world.group)
     optimizer.refresh_parameters()

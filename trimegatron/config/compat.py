@@ -106,7 +106,6 @@ FOREIGN: tuple[Foreign, ...] = (
     _never("model_parallel_size", None, "Use --tensor-model-parallel-size.", str),
     _later("num_layers_per_virtual_pipeline_stage", None, LEAVE_OUT, int),
     _later("sequence_parallel", False, "Leave it out; --tensor-model-parallel-size works without it."),
-    _later("use_distributed_optimizer", False, "Leave it out: every rank holds the whole optimizer state."),
     _later("context_parallel_size", 1, "Leave it out."),
     _ignored("DDP_impl", "local", ONE_BUFFER),
     _ignored("contiguous_buffers_in_local_ddp", True, ONE_BUFFER),
@@ -118,8 +117,6 @@ FOREIGN: tuple[Foreign, ...] = (
     _ignored("use_ring_exchange_p2p", False, "messages go through torch.distributed"),
     _ignored("lazy_mpu_init", None, "process groups are made once, before the model", list[str]),
     _ignored("local_rank", None, "the launcher's environment variable LOCAL_RANK is used", int),
-    _ignored("overlap_grad_reduce", False, "when gradients are reduced is this package's own choice"),
-    _later("overlap_param_gather", False, "Leave it out: it acts with --use-distributed-optimizer only."),
     # Recompute and fusion
     _later("recompute_activations", False, DENSE_RECOMPUTE),
     _later("recompute_granularity", None, DENSE_RECOMPUTE, str),

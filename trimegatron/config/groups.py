@@ -269,6 +269,16 @@ class ParallelConfig(Options):
 
     tensor_model_parallel_size: int = option(1, "ranks that share one layer", unit="ranks", minimum=1)
     pipeline_model_parallel_size: int = option(1, "stages that share the layers", unit="ranks", minimum=1)
+    use_distributed_optimizer: bool = option(
+        False, "cut optimizer state and float32 main copy over the data-parallel ranks (ZeRO 1)"
+    )
+    overlap_grad_reduce: bool = option(False, "sum gradients over data parallelism during the backward pass")
+    overlap_param_gather: bool = option(
+        False, "with the distributed optimizer, gather parameters during the next forward pass"
+    )
+    ddp_bucket_size: int = option(
+        10_000_000, "parameters whose gradients are summed at once over data parallelism", minimum=1
+    )
     distributed_backend: str | None = option(
         None, "of torch.distributed", derived="nccl on cuda, gloo on cpu", choices=("nccl", "gloo")
     )
@@ -286,6 +296,13 @@ class ParallelConfig(Options):
                 f"x --pipeline-model-parallel-size ({pp}) must divide the number of processes",
                 f"the product is {tp * pp}, the number of processes {self.world_size}",
                 f"Start a multiple of {tp * pp} processes (torchrun --nproc-per-node), or lower the sizes.",
+            )
+        if self.overlap_param_gather and not self.use_distributed_optimizer:
+            fail(
+                "overlap_param_gather",
+                True,
+                "acts with --use-distributed-optimizer only: without it every rank updates all parameters",
+                way_out="Add that, or leave this out.",
             )
 
     @property

@@ -118,3 +118,6 @@ class LoggingConfig(Options):
     tensorboard_queue_size: int = option(1000, "points held before TensorBoard writes", minimum=1)
     log_params_norm: bool = option(False, "log the norm of the parameters")
     log_num_zeros_in_grad: bool = option(False, "log how many gradient elements are zero")
+    log_grad_norm_by_group: bool = option(
+        False, "ours. Log the norm of the gradient of what weight decay acts on, and of the rest"
+    )

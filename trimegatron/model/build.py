@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 from trimegatron.config import Config
+from trimegatron.data_parallel.buffer import ParameterBuffer
 from trimegatron.mesh import Axis, Mesh
 from trimegatron.model.gpt import GPTStage
 from trimegatron.model.init import initialize
@@ -54,3 +56,18 @@ def build_model(config: Config, mesh: Mesh) -> GPTStage:
     )
     initialize(stage, spec.seed)
     return stage
+
+
+def wait_for_parameters(stage: GPTStage, buffer: ParameterBuffer) -> None:
+    """Let each part of ``stage`` wait for its own parameters only, where these are gathered during the forward pass.
+
+    A layer and the final norm are called as modules and use nothing else's parameters. The rest, the tables, are used
+    at once on the first stage, and past their own module by the head on the last: the stage waits for them.
+    """
+    parts: list[nn.Module] = list(stage.layers.values())
+    if stage.is_last:
+        parts.append(stage.final_layernorm)
+    for part in parts:
+        buffer.wait_before(part, part.parameters())
+    within = {parameter for part in parts for parameter in part.parameters()}
+    buffer.wait_before(stage, set(stage.parameters()) - within)

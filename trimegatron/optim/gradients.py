@@ -1,30 +1,25 @@
-"""The global gradient norm, and the one factor that turns accumulated gradients into the ones the optimizer takes."""
+"""The squares that make a global norm, and the factor that clips."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
-import torch.distributed as dist
 
-from trimegatron.data_parallel.buffer import ParameterBuffer
 from trimegatron.kernels import functional
-from trimegatron.mesh import Mesh
 
 
-def squared_norm(buffer: ParameterBuffer, mesh: Mesh, *, kernels: str, of: torch.Tensor | None = None) -> torch.Tensor:
-    """Σ g² over the whole model, replicated parameters counted once: an fp32 scalar on the device, alike on every rank.
+def squared_norms(
+    parts: Iterable[tuple[torch.Tensor, bool]], *, device: torch.device, kernels: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Σ x² over the ``parts`` that decay, and over the others: fp32 scalars on the device; nothing waits for them.
 
-    ``of`` is another flat tensor laid out as the gradients; the gradients without it.
+    ``parts`` are those a rank answers for (``ParameterBuffer.counted_grads``); the sum over all ranks is the model's.
     """
-    flat = buffer.grads if of is None else of
-    total = sum(
-        (functional.sum_of_squares(flat[part], impl=kernels) for part in buffer.sharded),
-        torch.zeros((), device=flat.device),
-    )
-    if mesh.tensor.rank == 0:
-        total = total + functional.sum_of_squares(flat[buffer.replicated], impl=kernels)
-    if mesh.model.group is not None:
-        dist.all_reduce(total, group=mesh.model.group)
-    return total
+    totals = (torch.zeros((), device=device), torch.zeros((), device=device))
+    for part, decays in parts:
+        totals[0 if decays else 1].add_(functional.sum_of_squares(part, impl=kernels))
+    return totals
 
 
 def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:

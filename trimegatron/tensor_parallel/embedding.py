@@ -60,6 +60,7 @@ class VocabParallelEmbedding(nn.Module):
             axis=axis,
             padded_size=padded_vocab_size,
             init_std=init_std,
+            is_tied=True,  # to the head
             is_tied_copy=is_tied_copy,
             dtype=dtype,
             device=device,

@@ -29,6 +29,11 @@ class ParameterSpec:
     is_sharded: bool
     init_mean: float = 0.0
     init_std: float = 0.0
+    is_partial: bool = False
+    """With sequence parallelism: the gradient on a rank is only its part of a sum over the tensor-parallel ranks, which
+    is to be made before norm and optimizer."""
+    is_tied: bool = False
+    """The first and the last pipeline stage hold this parameter, each a part of its gradient."""
     is_tied_copy: bool = False
     """Another pipeline stage holds the same parameter and answers for it: this one is in no norm, no count and no
     checkpoint, and its gradient is added to the other's."""
@@ -48,6 +53,8 @@ def make_parameter(
     padded_size: int | None = None,
     init_mean: float = 0.0,
     init_std: float = 0.0,
+    is_partial: bool = False,
+    is_tied: bool = False,
     is_tied_copy: bool = False,
     dtype: torch.dtype,
     device: torch.device,
@@ -77,6 +84,8 @@ def make_parameter(
         is_sharded=shard_dim is not None,
         init_mean=init_mean,
         init_std=init_std,
+        is_partial=is_partial,
+        is_tied=is_tied,
         is_tied_copy=is_tied_copy,
     )
     parameter.spec = spec  # type: ignore[attr-defined]

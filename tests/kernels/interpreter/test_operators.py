@@ -17,7 +17,8 @@ SAMPLES = torch.tensor([4, 9])
 def arguments() -> dict[str, tuple[Any, ...]]:
     x, w, rows = torch.randn(3, 2, 8), torch.randn(8), torch.rand(6)
     scores, mask = torch.randn(2, 2, 3, 5), torch.rand(2, 1, 3, 5) > 0.5
-    flat = [torch.rand(20) for _ in range(4)]
+    flat = [torch.rand(128) for _ in range(4)]
+    tiles = functional.AdamWRuns([functional.Run(64, 64, 64, True)]).tiles(flat[0].device)
     values = torch.tensor(functional.adamw_scalars(lr=0.1, weight_decay=0.1, beta1=0.9, beta2=0.99, eps=1e-8, step=1))
     return {
         "layer_norm_forward": (x, w, w, 1e-5),
@@ -31,7 +32,7 @@ def arguments() -> dict[str, tuple[Any, ...]]:
         "scaled_masked_softmax_forward": (scores, mask, 0.5),
         "scaled_softmax_backward": (scores, scores, 0.5, True),
         "attention_dropout": (scores, SAMPLES, 0.1, 1, 2, 3, 4),
-        "adamw_step_": (*flat, values, 10, flat[0].half()),
+        "adamw_step_": (*flat, values, tiles, flat[0].half()),
         "sum_of_squares": (x,),
     }
 
