@@ -89,7 +89,9 @@ class CheckpointState:
 def model_pieces(buffer: ParameterBuffer, flat: torch.Tensor, prefix: str) -> dict[str, Piece]:
     """Each parameter's rectangle in ``flat``, which is laid out as the buffer, without padding: views."""
     return {
-        f"{prefix}.{piece.name}": Piece(piece.spec.valid(piece.view(flat)), piece.spec.global_shape, piece.spec.offsets)
+        f"{prefix}.{piece.name}": Piece(
+            piece.spec.valid(piece.view(flat)), piece.spec.global_shape, piece.spec.offsets, piece.spec.is_tied_copy
+        )
         for piece in buffer.slices
     }
 

@@ -100,10 +100,14 @@ class ParameterBuffer:
         """Set the main gradients to zero, before the first micro-batch of a step."""
         self.grads.zero_()
 
-    def reduce_grads(self, data: Axis) -> None:
-        """Sum the main gradients over the data-parallel ranks; nobody divides (docs/gradients.md)."""
+    def reduce_grads(self, data: Axis, embedding: Axis) -> None:
+        """Sum the main gradients over the data-parallel ranks, then those of the tied word table over its two stages;
+        nobody divides (docs/gradients.md)."""
         if data.group is not None:
             dist.all_reduce(self.grads, group=data.group)
+        if embedding.group is not None:
+            (tied,) = (piece.view(self.grads) for piece in self.slices if piece.spec.is_tied)
+            dist.all_reduce(tied, group=embedding.group)
 
     def count_zero_grads(self, mesh: Mesh) -> float:
         """How many elements of the whole model's gradient are exactly zero; padding is not counted."""

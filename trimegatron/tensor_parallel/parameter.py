@@ -29,9 +29,11 @@ class ParameterSpec:
     is_sharded: bool
     init_mean: float = 0.0
     init_std: float = 0.0
+    is_tied: bool = False
+    """The first and the last pipeline stage hold it both: its gradient is the sum of theirs."""
     is_tied_copy: bool = False
     """Another pipeline stage holds the same parameter and answers for it: this one is in no norm, no count and no
-    checkpoint, and its gradient is added to the other's."""
+    checkpoint."""
 
     def valid(self, local: torch.Tensor) -> torch.Tensor:
         """The rectangle of ``local`` that exists in the whole parameter, without the padding; a view."""
@@ -48,6 +50,7 @@ def make_parameter(
     padded_size: int | None = None,
     init_mean: float = 0.0,
     init_std: float = 0.0,
+    is_tied: bool = False,
     is_tied_copy: bool = False,
     dtype: torch.dtype,
     device: torch.device,
@@ -77,6 +80,7 @@ def make_parameter(
         is_sharded=shard_dim is not None,
         init_mean=init_mean,
         init_std=init_std,
+        is_tied=is_tied,
         is_tied_copy=is_tied_copy,
     )
     parameter.spec = spec  # type: ignore[attr-defined]
