@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tests.parallel import run_ranks
+from tests.parallel import free_port, run_ranks
 from trimegatron import train
 from trimegatron.data.indexed_writer import IndexedDatasetWriter
 
@@ -76,3 +77,25 @@ def train_tiny(prefix: Path, *, world_size: int = 1, metrics: Path, **changes: A
     codes = run_ranks(world_size, train.main, flags)
     assert codes == [0] * world_size
     return [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+
+
+def train_each(prefix: Path, folder: Path, runs: dict[str, dict[str, Any]], *, world_size: int = 1) -> dict[str, list]:
+    """Several runs one after another in the same ``world_size`` processes: name → changes becomes name → lines of the
+    metrics file ``folder``/name.jsonl.
+
+    Raises:
+        AssertionError: a rank did not return 0.
+    """
+    ports = [free_port() for _ in runs]
+    paths = {name: folder / f"{name}.jsonl" for name in runs}
+    lines = [tiny_flags(prefix, metrics_file=paths[name], **changes) for name, changes in runs.items()]
+    assert run_ranks(world_size, _train_in_turn, ports, lines) == [[0] * len(runs)] * world_size
+    return {name: [json.loads(line) for line in path.read_text().splitlines()] for name, path in paths.items()}
+
+
+def _train_in_turn(ports: list[int], lines: list[list[str]]) -> list[int]:
+    codes = []
+    for port, flags in zip(ports, lines, strict=True):
+        os.environ["MASTER_PORT"] = str(port)
+        codes.append(train.main(flags))
+    return codes
