@@ -76,10 +76,17 @@ def train_tiny(prefix: Path, *, world_size: int = 1, metrics: Path, **changes: A
     flags = tiny_flags(prefix, metrics_file=metrics, **changes)
     codes = run_ranks(world_size, train.main, flags)
     assert codes == [0] * world_size
-    return [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+    return read_metrics(metrics)
 
 
-def train_each(prefix: Path, folder: Path, runs: dict[str, dict[str, Any]], *, world_size: int = 1) -> dict[str, list]:
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics file; none where no step was left to do."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def train_each(
+    prefix: Path, folder: Path, runs: dict[str, dict[str, Any]], *, world_size: int = 1
+) -> dict[str, list[dict[str, Any]]]:
     """Several runs one after another in the same ``world_size`` processes: name → changes becomes name → lines of the
     metrics file ``folder``/name.jsonl.
 
@@ -90,7 +97,7 @@ def train_each(prefix: Path, folder: Path, runs: dict[str, dict[str, Any]], *, w
     paths = {name: folder / f"{name}.jsonl" for name in runs}
     lines = [tiny_flags(prefix, metrics_file=paths[name], **changes) for name, changes in runs.items()]
     assert run_ranks(world_size, _train_in_turn, ports, lines) == [[0] * len(runs)] * world_size
-    return {name: [json.loads(line) for line in path.read_text().splitlines()] for name, path in paths.items()}
+    return {name: read_metrics(path) for name, path in paths.items()}
 
 
 def _train_in_turn(ports: list[int], lines: list[list[str]]) -> list[int]:

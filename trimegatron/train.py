@@ -5,8 +5,10 @@ down.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -69,28 +71,28 @@ def main(argv: list[str] | None = None) -> int:
         for note in command.notes:
             say(f"note: {note}")
         run(config, mesh, tokenizer, say)
+        return 0
     except (UserError, OSError) as error:
         exit_code = error.exit_code if isinstance(error, UserError) else 1
         # Until the mesh is there every rank meets the same error, unless nodes differ: the first of each node speaks.
         if mesh.report_failure(exit_code) if mesh is not None else is_first_of_node():
             print(f"trimegatron train: error: {error}", file=sys.stderr, flush=True)
-        close_mesh()  # breaks the collectives that others wait in
-        if mesh is not None:
-            mesh.wait_until_known()
-        return exit_code
-    except Exception:  # nobody foresaw it; or a collective broke because another rank failed, which says why
+    except Exception:  # nobody foresaw it; or a collective broke because another rank failed, which has said why
         if mesh is None:
             raise
         exit_code_elsewhere = mesh.failure_elsewhere()
-        if exit_code_elsewhere is not None:
-            return exit_code_elsewhere
-        mesh.report_failure(1)
-        close_mesh()
-        mesh.wait_until_known()
-        raise
+        exit_code = 1 if exit_code_elsewhere is None else exit_code_elsewhere
+        if exit_code_elsewhere is None:
+            mesh.report_failure(exit_code)
+            traceback.print_exc()
     finally:
         close_mesh()
-    return 0
+    if mesh is not None:
+        # Here nothing of the run is left but the mesh. Without the groups too, what others wait in breaks.
+        mesh = mesh.without_groups()
+        gc.collect()
+        mesh.wait_until_known()
+    return exit_code
 
 
 def run(config: Config, mesh: Mesh, tokenizer: Tokenizer, say: Say) -> None:

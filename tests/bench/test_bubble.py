@@ -32,9 +32,9 @@ def test_the_simulation_waits():
 
 
 def test_report(capsys: pytest.CaptureFixture[str]):
-    assert bubble.main("--ranks 2 --micro-batches 4 --backward-time 2".split()) == 0
+    assert bubble.main(["--ranks", "2", "--micro-batches", "4", "--backward-time", "2"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[1:]] == ["gpipe", "1f1b", "interleaved"]
     assert all(line.endswith("1.000") for line in lines[1:])
     with pytest.raises(ConfigError, match=r"--micro-batches \(6\) must be a multiple of --ranks \(4\)"):
-        bubble.main("--ranks 4 --micro-batches 6".split())
+        bubble.main(["--ranks", "4", "--micro-batches", "6"])

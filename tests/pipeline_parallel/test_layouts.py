@@ -74,9 +74,7 @@ def test_four_ranks(corpus: Path, alone: dict[str, list[dict]], tmp_path: Path):
     }
     # Fewer than stages, not a multiple of them, more.
     batches = {f"{n} micro-batches": PP4 | FEW | {"global_batch_size": 2 * n} for n in (1, 3, 5)}
-    done = train_each(
-        corpus, tmp_path, {k: {"num_layers": 4, **v} for k, v in (runs | batches).items()}, world_size=4
-    )
+    done = train_each(corpus, tmp_path, {k: {"num_layers": 4, **v} for k, v in (runs | batches).items()}, world_size=4)
     for name in ("pp4", "pp2, tp2", "pp2, dp2", "interleaved, tp2"):
         assert_same_run(done[name], alone["plain"])
     assert_same_run(done["masked"], alone["masked"])

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from trimegatron.config.groups import ParallelConfig, TrainingConfig
 from trimegatron.config.io_groups import DataConfig
 from trimegatron.config.options import fail, kebab
+from trimegatron.config.pipeline import check_num_micro_batches, check_stages
 
 if TYPE_CHECKING:
     from trimegatron.config.config import Config
@@ -58,7 +59,7 @@ def check_length(training: TrainingConfig) -> None:
 def check_config(config: Config) -> None:
     """Every rule that needs more than one group. ``config`` is resolved: no derived value is missing."""
     _check_shapes(config)
-    _check_pipeline(config)
+    check_stages(config)
     check_num_micro_batches(config.num_micro_batches, config.parallel)
     _check_schedule(config)
     if config.data.tokenizer_type == "NullTokenizer" and config.model.vocab_size is None:
@@ -91,76 +92,6 @@ def _check_shapes(config: Config) -> None:
             config.data.seq_length,
             f"must not be above --max-position-embeddings ({model.max_position_embeddings})",
             way_out="Shorten the samples or enlarge the position table.",
-        )
-
-
-def check_num_micro_batches(num_micro_batches: int, parallel: ParallelConfig) -> None:
-    """Whether the pipeline schedule can run a step of so many micro-batches: every number, but for interleaving."""
-    pp = parallel.pipeline_model_parallel_size
-    if parallel.num_layers_per_virtual_pipeline_stage is not None and num_micro_batches % pp:
-        fail(
-            "num_layers_per_virtual_pipeline_stage",
-            parallel.num_layers_per_virtual_pipeline_stage,
-            "needs a number of micro-batches in each step (global batch / micro-batch size / data parallel size) that "
-            f"is a multiple of --pipeline-model-parallel-size ({pp})",
-            f"it is {num_micro_batches}",
-            "Change --global-batch-size or --micro-batch-size, or leave the option out.",
-        )
-
-
-def _check_pipeline(config: Config) -> None:
-    """Every pipeline stage has layers, and the same number of them unless it is given."""
-    parallel, num_layers = config.parallel, config.model.num_layers
-    pp, per_stage = parallel.pipeline_model_parallel_size, parallel.num_layers_per_virtual_pipeline_stage
-    first, last = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
-    layers = f"--num-layers ({num_layers})"
-    for name, value in (
-        ("num_layers_per_virtual_pipeline_stage", per_stage),
-        ("decoder_first_pipeline_num_layers", first),
-        ("decoder_last_pipeline_num_layers", last),
-    ):
-        if value is None:
-            continue
-        if pp == 1:
-            fail(name, value, "needs --pipeline-model-parallel-size above 1", way_out="Leave it out.")
-        if per_stage is not None and value is not per_stage:
-            fail(
-                name,
-                value,
-                f"and --num-layers-per-virtual-pipeline-stage ({per_stage}) exclude each other",
-                way_out="Leave one of the two out.",
-            )
-    if first is not None or last is not None:
-        rest = num_layers - (first or 0) - (last or 0)
-        middle = pp - (first is not None) - (last is not None)
-        if rest < middle or rest % middle if middle else rest:
-            name = "decoder_last_pipeline_num_layers" if first is None else "decoder_first_pipeline_num_layers"
-            both = f" and --decoder-last-pipeline-num-layers ({last})" if first is not None and last is not None else ""
-            fail(
-                name,
-                last if first is None else first,
-                f"{both} must leave of {layers} "
-                + (f"a multiple of {middle}, for the other {middle} stages" if middle else "none").strip(),
-                f"{rest} are left",
-                "Change the sizes of the stages.",
-            )
-        return
-    if per_stage is None and num_layers % pp:
-        fail(
-            "pipeline_model_parallel_size",
-            pp,
-            f"must divide {layers}",
-            f"the division leaves {num_layers % pp}",
-            "Change one of the two, or give the first or the last stage a size of its own with "
-            "--decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers.",
-        )
-    if per_stage is not None and (num_layers % (pp * per_stage) or num_layers == pp * per_stage):
-        fail(
-            "num_layers_per_virtual_pipeline_stage",
-            per_stage,
-            f"x --pipeline-model-parallel-size ({pp}) must divide {layers} into at least two stages on each rank",
-            f"the product is {pp * per_stage}",
-            "Change one of the three, or leave the option out for one stage on each rank.",
         )
 
 

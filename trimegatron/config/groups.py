@@ -9,9 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from trimegatron.config.options import REQUIRED, Options, fail, option
-
-ZERO_BUBBLE = ("interleavedzerobubble", "zbvzerobubble", "dualpipev", "zerobubble", "zb", "zbh1", "zbh2", "zbv")
-"""Names by which torch and the papers call schedules that split the backward pass in two."""
+from trimegatron.config.pipeline import SCHEDULES, check_pipeline_schedule
 
 MAX_SEED = 2**32 - 1
 """numpy's legacy generator, which the index maps are drawn from, takes seeds up to here."""
@@ -276,7 +274,7 @@ class ParallelConfig(Options):
         None,
         "ours. Order of forward and backward passes over the pipeline",
         derived="1f1b; interleaved with --num-layers-per-virtual-pipeline-stage",
-        choices=("gpipe", "1f1b", "interleaved"),
+        metavar="{" + ",".join(SCHEDULES) + "}",
     )
     num_layers_per_virtual_pipeline_stage: int | None = option(
         None, "give each pipeline rank several stages, of this many layers each", unit="layers", minimum=1
@@ -298,19 +296,11 @@ class ParallelConfig(Options):
     """Processes of the run, from the launcher."""
 
     def __post_init__(self) -> None:
-        if (
-            str(self.pipeline_schedule).lower().replace("-", "").replace("_", "").removeprefix("schedule")
-            in ZERO_BUBBLE
-        ):
-            fail(
-                "pipeline_schedule",
-                self.pipeline_schedule,
-                "is not offered: torch's split backward pass runs each fused operation's backward twice, so gradients "
-                "and collectives would double",
-                way_out="Use 1f1b or interleaved.",
-            )
         super().__post_init__()
-        self._check_schedule()
+        per_stage = self.num_layers_per_virtual_pipeline_stage
+        if self.pipeline_schedule is None:
+            self._derive(pipeline_schedule="1f1b" if per_stage is None else "interleaved")
+        check_pipeline_schedule(self.pipeline_schedule, per_stage)
         tp, pp = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
         if self.world_size % (tp * pp):
             fail(
@@ -319,27 +309,6 @@ class ParallelConfig(Options):
                 f"x --pipeline-model-parallel-size ({pp}) must divide the number of processes",
                 f"the product is {tp * pp}, the number of processes {self.world_size}",
                 f"Start a multiple of {tp * pp} processes (torchrun --nproc-per-node), or lower the sizes.",
-            )
-
-    def _check_schedule(self) -> None:
-        """One stage on each rank, or several: each schedule is for one of the two."""
-        per_stage = self.num_layers_per_virtual_pipeline_stage
-        if self.pipeline_schedule is None:
-            self._derive(pipeline_schedule="1f1b" if per_stage is None else "interleaved")
-        if self.pipeline_schedule == "interleaved" and per_stage is None:
-            fail(
-                "pipeline_schedule",
-                "interleaved",
-                "needs --num-layers-per-virtual-pipeline-stage",
-                way_out="Say how many layers a stage has, or use 1f1b.",
-            )
-        if self.pipeline_schedule != "interleaved" and per_stage is not None:
-            fail(
-                "pipeline_schedule",
-                self.pipeline_schedule,
-                f"and --num-layers-per-virtual-pipeline-stage ({per_stage}) exclude each other: it runs one stage on "
-                "each rank",
-                way_out="Leave one of the two out.",
             )
 
     @property
