@@ -7,6 +7,7 @@ from importlib import import_module
 from trimegatron.errors import ConfigError
 
 BENCHMARKS = {
+    "bubble": "trimegatron.bench.bubble",
     "data": "trimegatron.bench.data",
     "memory": "trimegatron.bench.memory",
     "step": "trimegatron.bench.step",

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-import torch.distributed as dist
 
-from tests.parallel import run_ranks
+from tests.parallel import free_port, run_ranks
 from trimegatron import train
-from trimegatron.config import parse_train_args
 from trimegatron.data.indexed_writer import IndexedDatasetWriter
-from trimegatron.mesh import close_mesh, init_mesh, launched_world_size
-from trimegatron.tokenizer import build_tokenizer
 
 VOCAB_SIZE = 211  # a prime: no tensor-parallel size divides it
 
@@ -81,39 +76,33 @@ def train_tiny(prefix: Path, *, world_size: int = 1, metrics: Path, **changes: A
     flags = tiny_flags(prefix, metrics_file=metrics, **changes)
     codes = run_ranks(world_size, train.main, flags)
     assert codes == [0] * world_size
-    return _lines(metrics)
+    return read_metrics(metrics)
 
 
-def _lines(metrics: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics file; none where no step was left to do."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def train_in_turn(
-    prefix: Path, folder: Path, runs: dict[str, dict[str, Any]], *, world_size: int, tensor_parallel_size: int = 1
+def train_each(
+    prefix: Path, folder: Path, runs: dict[str, dict[str, Any]], *, world_size: int = 1
 ) -> dict[str, list[dict[str, Any]]]:
-    """Several runs of one layout one after another in the same processes, which is much faster than one by one; each
-    run's lines by its name. Their metrics are files ``NAME.jsonl`` of ``folder``."""
-    flags = {
-        name: tiny_flags(
-            prefix,
-            metrics_file=folder / f"{name}.jsonl",
-            **{"tensor_model_parallel_size": tensor_parallel_size} | changes,
-        )
-        for name, changes in runs.items()
-    }
-    run_ranks(world_size, _train_in_turn, tensor_parallel_size, flags)
-    return {name: _lines(folder / f"{name}.jsonl") for name in runs}
+    """Several runs one after another in the same ``world_size`` processes: name → changes becomes name → lines of the
+    metrics file ``folder``/name.jsonl.
+
+    Raises:
+        AssertionError: a rank did not return 0.
+    """
+    ports = [free_port() for _ in runs]
+    paths = {name: folder / f"{name}.jsonl" for name in runs}
+    lines = [tiny_flags(prefix, metrics_file=paths[name], **changes) for name, changes in runs.items()]
+    assert run_ranks(world_size, _train_in_turn, ports, lines) == [[0] * len(runs)] * world_size
+    return {name: read_metrics(path) for name, path in paths.items()}
 
 
-def _train_in_turn(tensor_parallel_size: int, flags: dict[str, list[str]]) -> None:
-    mesh = init_mesh(torch.device("cpu"), tensor_parallel_size=tensor_parallel_size)
-    try:
-        for name, words in flags.items():
-            config = parse_train_args(words, world_size=launched_world_size())
-            tokenizer = build_tokenizer("NullTokenizer", vocab_size=config.model.vocab_size)
-            # What ranks tell one another of one run is not another's.
-            store = mesh.store and dist.PrefixStore(name, mesh.store)
-            config = train.with_vocab_size(config, tokenizer)
-            train.run(config, dataclasses.replace(mesh, store=store), tokenizer, lambda *_: None)
-    finally:
-        close_mesh()
+def _train_in_turn(ports: list[int], lines: list[list[str]]) -> list[int]:
+    codes = []
+    for port, flags in zip(ports, lines, strict=True):
+        os.environ["MASTER_PORT"] = str(port)
+        codes.append(train.main(flags))
+    return codes

@@ -78,7 +78,7 @@ def saved_config(folder: Path) -> Config:
     """The configuration a checkpoint was trained with, as for one process."""
     saved = CheckpointState.read(folder).config
     with readable(folder):
-        saved["parallel"] |= {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "world_size": 1}
+        saved["parallel"] = {}
         saved["model"]["kernels"] = "auto"  # of the machine it was trained on, not of the model
         return Config.from_dict(saved)
 

@@ -101,6 +101,11 @@ class Mesh:
         while self.store.add(KNOWING, 0) < self.world.size and time.monotonic() < until:
             time.sleep(0.01)
 
+    def without_groups(self) -> Mesh:
+        """This place with no way to the others but the store. Gloo closes its connections when the last reference to a
+        group goes."""
+        return Mesh(self.device, Axis(self.world.size, self.world.rank), store=self.store)
+
     def failure_elsewhere(self) -> int | None:
         """The exit code of a rank that failed before this one's collective broke, or None."""
         try:

@@ -5,8 +5,10 @@ down.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -22,9 +24,11 @@ from trimegatron.data_parallel.buffer import ParameterBuffer
 from trimegatron.errors import ConfigError, UserError
 from trimegatron.mesh import Mesh, close_mesh, init_mesh, launched_world_size, select_device
 from trimegatron.metrics import Interval, MetricsWriter, metrics_path
-from trimegatron.model.build import build_model, model_spec, wait_for_parameters
+from trimegatron.model.build import build_model, model_spec, stage_layers, wait_for_parameters
+from trimegatron.model.spec import GPTSpec
 from trimegatron.optim.adamw import FlatAdamW
 from trimegatron.optim.scaler import DynamicLossScaler, LossScaler
+from trimegatron.pipeline_parallel.engine import Engine, runs_as
 from trimegatron.tensor_parallel.embedding import padded_vocab_size
 from trimegatron.together import on_every_rank
 from trimegatron.tokenizer import Tokenizer, build_tokenizer
@@ -67,23 +71,28 @@ def main(argv: list[str] | None = None) -> int:
         for note in command.notes:
             say(f"note: {note}")
         run(config, mesh, tokenizer, say)
+        return 0
     except (UserError, OSError) as error:
         exit_code = error.exit_code if isinstance(error, UserError) else 1
         # Until the mesh is there every rank meets the same error, unless nodes differ: the first of each node speaks.
         if mesh.report_failure(exit_code) if mesh is not None else is_first_of_node():
             print(f"trimegatron train: error: {error}", file=sys.stderr, flush=True)
-        close_mesh()  # breaks the collectives that others wait in
-        if mesh is not None:
-            mesh.wait_until_known()
-        return exit_code
-    except RuntimeError:  # also a collective that broke because another rank failed, which has said why
-        exit_code_elsewhere = mesh.failure_elsewhere() if mesh is not None else None
-        if exit_code_elsewhere is None:
+    except Exception:  # nobody foresaw it; or a collective broke because another rank failed, which has said why
+        if mesh is None:
             raise
-        return exit_code_elsewhere
+        exit_code_elsewhere = mesh.failure_elsewhere()
+        exit_code = 1 if exit_code_elsewhere is None else exit_code_elsewhere
+        if exit_code_elsewhere is None:
+            mesh.report_failure(exit_code)
+            traceback.print_exc()
     finally:
         close_mesh()
-    return 0
+    if mesh is not None:
+        # Here nothing of the run is left but the mesh. Without the groups too, what others wait in breaks.
+        mesh = mesh.without_groups()
+        gc.collect()
+        mesh.wait_until_known()
+    return exit_code
 
 
 def run(config: Config, mesh: Mesh, tokenizer: Tokenizer, say: Say) -> None:
@@ -140,12 +149,19 @@ def build_trainer(config: Config, mesh: Mesh, tokenizer: Tokenizer, checkpoint: 
             schedule = resume_schedule(config, state)
         say(f"loaded {checkpoint}; going on at iteration {progress.iteration}")
     spec = model_spec(config, tensor=mesh.tensor, device=mesh.device)
+    engine = Engine(
+        model,
+        pipeline=mesh.pipeline,
+        schedule=config.parallel.pipeline_schedule,
+        activation=spec.activation(config.data.seq_length, config.training.micro_batch_size),
+    )
     metrics = MetricsWriter(config, spec, mesh, iteration=progress.iteration, interval=interval)
-    say(describe(config, mesh, buffer))
+    say(describe(config, mesh, spec))
     trainer = Trainer(
         config,
         mesh=mesh,
         model=model,
+        engine=engine,
         optimizer=optimizer,
         scaler=scaler,
         schedule=schedule,
@@ -216,24 +232,41 @@ def build_scaler(config: Config) -> LossScaler:
     )
 
 
-def describe(config: Config, mesh: Mesh, buffer: ParameterBuffer) -> str:
+def describe(config: Config, mesh: Mesh, spec: GPTSpec) -> str:
     """A few lines on what is about to run."""
     training, schedule = config.training, config.schedule
-    num_parameters = sum(torch.Size(piece.spec.global_shape).numel() for piece in buffer.slices)
     batch = training.global_batch_size
     lines = [
-        f"GPT with {num_parameters / 1e6:.2f} M parameters, {config.precision.params_dtype}, on {mesh.world.size} × "
-        f"{mesh.device.type}: data {mesh.data.size} × tensor {mesh.tensor.size} × pipeline {mesh.pipeline.size} "
-        "parallel",
+        f"GPT with {spec.num_parameters / 1e6:.2f} M parameters, {config.precision.params_dtype}, on "
+        f"{mesh.world.size} × {mesh.device.type}: data {mesh.data.size} × tensor {mesh.tensor.size} × pipeline "
+        f"{mesh.pipeline.size} parallel",
         f"a step is {batch} samples of {config.data.seq_length} tokens, in {config.num_micro_batches} micro-batches of "
         f"{training.micro_batch_size} on each of {mesh.data.size} data-parallel ranks",
         f"learning rate: 0 to {config.optimizer.lr:g} over iterations 0 to {schedule.warmup_samples / batch:g}, "
         f"{config.optimizer.lr_decay_style} to {config.optimizer.min_lr:g} at {schedule.decay_samples / batch:g} "
         f"(warm-up included); the run ends at {training.train_iters}",
     ]
+    if mesh.pipeline.size > 1:
+        lines.insert(1, describe_pipeline(config))
     path = metrics_path(config)
     lines.append(f"metrics: {path}" if path else "metrics are not written: give --save or --metrics-file")
     return "\n".join(lines)
+
+
+def describe_pipeline(config: Config) -> str:
+    """The schedule, and the layers of each rank's stages."""
+    num_ranks, num_micro_batches = config.parallel.pipeline_model_parallel_size, config.num_micro_batches
+    stages = stage_layers(config)
+    ranks = [
+        " and ".join(
+            f"{layers[0]}–{layers[-1]}" if len(layers) > 1 else str(layers[0]) for layers in stages[rank::num_ranks]
+        )
+        for rank in range(num_ranks)
+    ]
+    asked = config.parallel.pipeline_schedule
+    schedule = runs_as(asked, num_micro_batches, len(stages))
+    why = "" if schedule == asked else f" ({asked} needs a micro-batch for each of {len(stages)} stages)"
+    return f"pipeline schedule {schedule}{why}; layers of the ranks: {' | '.join(ranks)}"
 
 
 def check_kernels(config: Config, device: torch.device) -> None:

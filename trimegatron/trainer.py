@@ -32,7 +32,7 @@ from trimegatron.metrics import MetricsWriter
 from trimegatron.optim.adamw import FlatAdamW
 from trimegatron.optim.gradients import clip_factor, squared_norms
 from trimegatron.optim.scaler import LossScaler
-from trimegatron.pipeline_parallel.engine import run_micro_batches
+from trimegatron.pipeline_parallel.engine import Engine
 from trimegatron.tokenizer import Tokenizer
 
 LOOKED_AT = 256
@@ -60,6 +60,7 @@ class Trainer:
         *,
         mesh: Mesh,
         model: nn.Module,
+        engine: Engine,
         optimizer: FlatAdamW,
         scaler: LossScaler,
         schedule: Schedule,
@@ -72,6 +73,7 @@ class Trainer:
         self.config = config
         self.mesh = mesh
         self.model = model
+        self.engine = engine
         self.optimizer = optimizer
         self.buffer: ParameterBuffer = optimizer.buffer
         self.scaler = scaler
@@ -183,9 +185,7 @@ class Trainer:
         config = self.config
         all_tokens = config.training.global_batch_size * config.data.seq_length
         self.buffer.start(config.num_micro_batches)
-        loss_sum, num_tokens = run_micro_batches(
-            self.model, self.take(batches), backward_scale=self.scaler.scale / all_tokens
-        )
+        loss_sum, num_tokens = self.engine.run(self.take(batches), backward_scale=self.scaler.scale / all_tokens)
         self.buffer.finish()
         squares = squared_norms(self.buffer.counted_grads(), device=self.mesh.device, kernels=config.model.kernels)
         loss_sum, num_tokens, *squares_of_groups = self.sum_over_ranks(replica=(loss_sum, num_tokens), own=squares)
@@ -245,7 +245,7 @@ class Trainer:
             with closing(self.loader(dataset, first_sample)) as batches:
                 for _ in range(eval_iters):
                     micro_batches = list(self.take(batches))
-                    loss_sum, num_tokens = run_micro_batches(self.model, micro_batches, backward_scale=None)
+                    loss_sum, num_tokens = self.engine.run(micro_batches, backward_scale=None)
                     totals += torch.stack([loss_sum, num_tokens, self.count_bytes(micro_batches)])
             self.model.train()
             loss, tokens, text_bytes = (float(total) for total in self.sum_over_ranks(replica=totals))

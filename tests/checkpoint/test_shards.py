@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.runs import train_in_turn, write_corpus
+from tests.runs import train_each, write_corpus
 from trimegatron.checkpoint.storage import read_whole, stored_pieces
 
 SHARDED = {"use_distributed_optimizer": True, "overlap_param_gather": True}
@@ -43,19 +43,15 @@ def test_every_layout_loads_every_other(bf16: bool | None, tmp_path: Path):
     (first, (world_size, tensor_parallel_size, changes)), *others = LAYOUTS.items()
     common = COMMON | {"bf16": bf16}
     at = tmp_path / first
-    run = common | changes | {"save": at}
-    straight = train_in_turn(
-        corpus, tmp_path, {first: run}, world_size=world_size, tensor_parallel_size=tensor_parallel_size
-    )[first]
+    run = common | changes | {"save": at, "tensor_model_parallel_size": tensor_parallel_size}
+    straight = train_each(corpus, tmp_path, {first: run}, world_size=world_size)[first]
     expected = dict(read_whole(at / "iter_0000002", ""))
     assert any(name.startswith("optimizer.master.") for name in expected) is bool(bf16)
     for name, (world_size, tensor_parallel_size, changes) in others:
-        run = common | changes | {"load": at, "ckpt_step": 2}
+        run = common | changes | {"load": at, "ckpt_step": 2, "tensor_model_parallel_size": tensor_parallel_size}
         at = tmp_path / name
         runs = {"saved again": run | {"save": at, "train_iters": 2}, name: run}
-        lines = train_in_turn(corpus, tmp_path, runs, world_size=world_size, tensor_parallel_size=tensor_parallel_size)[
-            name
-        ]
+        lines = train_each(corpus, tmp_path, runs, world_size=world_size)[name]
         tensors = dict(read_whole(at / "iter_0000002", ""))
         assert tensors.keys() == expected.keys()
         for key, tensor in tensors.items():
@@ -73,7 +69,7 @@ def test_who_writes_what(tmp_path: Path):
         name: COMMON | {"train_iters": 2, "save": tmp_path / name, "use_distributed_optimizer": sharded}
         for name, sharded in (("plain", None), ("sharded", True))
     }
-    train_in_turn(corpus, tmp_path, runs, world_size=2)
+    train_each(corpus, tmp_path, runs, world_size=2)
     files = {name: {f.name for f in (tmp_path / name / "iter_0000002").glob("shard-*")} for name in runs}
     assert files == {
         "plain": {"shard-00000.safetensors"},

@@ -13,6 +13,9 @@ from trimegatron.config.blend import Blend
 from trimegatron.errors import ConfigError
 
 GPT2 = "--tokenizer-type GPT2BPETokenizer"
+PP2 = "--pipeline-model-parallel-size 2"
+VIRTUAL = "--num-layers-per-virtual-pipeline-stage"
+FIRST, LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
 
 
 @pytest.mark.parametrize(
@@ -142,6 +145,47 @@ def test_refused(work: Path, extra: str, parts: list[str]) -> None:
             ["--ffn-hidden-size (97) must be a multiple of --tensor-model-parallel-size (2)", "leaves 1"],
         ),
         ("--global-batch-size 4", 2, ["--global-batch-size (4)", "data parallel size (2)", "leaves 4"]),
+        # Pipeline: 2 layers, micro-batches of 4
+        (
+            "--pipeline-model-parallel-size 4",
+            4,
+            ["--pipeline-model-parallel-size (4) must divide --num-layers (2)", "leaves 2", "--decoder-first-pipeline"],
+        ),
+        ("--pipeline-schedule interleaved", 2, ["(interleaved) needs --num-layers-per-virtual-pipeline-stage"]),
+        ("--pipeline-schedule dual", 2, ["--pipeline-schedule (dual) must be one of gpipe, 1f1b, interleaved"]),
+        (
+            "--pipeline-schedule InterleavedZeroBubble",
+            2,
+            ["is not offered", "operation twice", "Use 1f1b or interleaved"],
+        ),
+        ("--pipeline-schedule zero-bubble", 2, ["--pipeline-schedule (zero-bubble) is not offered"]),
+        ("--pipeline-schedule ZBV", 2, ["--pipeline-schedule (ZBV) is not offered"]),
+        (
+            f"{PP2} {VIRTUAL} 1 --pipeline-schedule gpipe",
+            2,
+            ["--pipeline-schedule (gpipe) and --num-layers-per-virtual-pipeline-stage (1) exclude each other"],
+        ),
+        (f"{VIRTUAL} 1", 2, [f"{VIRTUAL} (1) needs --pipeline-model-parallel-size above 1"]),
+        (f"{FIRST} 1", 2, [f"{FIRST} (1) needs --pipeline-model-parallel-size above 1"]),
+        (f"{PP2} {VIRTUAL} 1 --global-batch-size 8", 2, [f"{VIRTUAL} (1) x", "into two or more; the product is 2"]),
+        (
+            f"{PP2} {VIRTUAL} 1 --num-layers 4 --global-batch-size 12",
+            2,
+            [f"{VIRTUAL} (1) needs a number of micro-batches", "multiple of --pipeline-model", "it is 3"],
+        ),
+        (f"{PP2} {VIRTUAL} 1 {FIRST} 1", 2, [f"{FIRST} (1) and {VIRTUAL} (1) exclude each other"]),
+        (
+            f"{PP2} {FIRST} 2",
+            2,
+            [f"{FIRST} (2) must leave, of --num-layers (2), layers for 1 equal stages; 0 are left"],
+        ),
+        (f"{PP2} {FIRST} 1 {LAST} 2", 2, [f"{FIRST} (1) and {LAST} (2) must leave", "none; -1 are left"]),
+        (
+            f"--pipeline-model-parallel-size 4 --num-layers 8 {LAST} 1",
+            4,
+            [f"{LAST} (1) must leave, of --num-layers (8), layers for 3 equal stages; 7 are left"],
+        ),
+        (f"{FIRST} 0", 2, [f"{FIRST} (0) must be at least 1"]),
     ],
 )
 def test_refused_in_parallel(work: Path, extra: str, world_size: int, parts: list[str]) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.runs import train_in_turn, write_corpus
+from tests.runs import train_each, write_corpus
 from trimegatron.checkpoint.storage import read_whole
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -52,7 +52,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def alone(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("alone")
     changes = {**SMALL, "save_interval": None}
-    return train_in_turn(corpus, folder, {"alone": changes}, world_size=1)["alone"]
+    return train_each(corpus, folder, {"alone": changes}, world_size=1)["alone"]
 
 
 @pytest.mark.parametrize(
@@ -70,8 +70,9 @@ def test_one_run_whatever_the_way(
 ):
     runs = {name: SMALL | WAYS[name] for name in ways}
     runs |= {f"bf16 {name}": SMALL | WAYS[name] | {"bf16": True} for name in EXTREMES}
-    runs = {name: changes | {"save": tmp_path / name} for name, changes in runs.items()}
-    lines = train_in_turn(corpus, tmp_path, runs, world_size=world_size, tensor_parallel_size=tensor_parallel_size)
+    layout = {"tensor_model_parallel_size": tensor_parallel_size}
+    runs = {name: changes | layout | {"save": tmp_path / name} for name, changes in runs.items()}
+    lines = train_each(corpus, tmp_path, runs, world_size=world_size)
     curves = {
         name: [{key: line[key] for key in (*TOLD, "num_zeros")} for line in run if "grad_norm" in line]
         for name, run in lines.items()

@@ -116,7 +116,10 @@ def _pieces(prefix: str, shards: Iterable[tuple[Shard, torch.Tensor, int]]) -> d
     """
     return {
         f"{prefix}.{piece.name}": Piece(
-            rows, piece.spec.global_shape, (piece.spec.offsets[0] + first, *piece.spec.offsets[1:])
+            rows,
+            piece.spec.global_shape,
+            (piece.spec.offsets[0] + first, *piece.spec.offsets[1:]),
+            is_copy=piece.spec.is_tied_copy,
         )
         for shard, flat, base in shards
         for piece, first, rows in shard.rectangles(flat, base)

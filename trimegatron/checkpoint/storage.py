@@ -49,6 +49,8 @@ class Piece:
     tensor: torch.Tensor
     global_shape: tuple[int, ...]
     offsets: tuple[int, ...]
+    is_copy: bool = False
+    """Another rank holds the same and saves it; this one is only filled."""
 
     @property
     def chunk(self) -> ChunkStorageMetadata:
@@ -134,7 +136,7 @@ class PieceSavePlanner(DefaultSavePlanner):
                     ),
                 )
                 for name, piece in self.pieces.items()
-                if piece.tensor.numel() > 0
+                if piece.tensor.numel() > 0 and not piece.is_copy
             ]
         )
         return self.plan

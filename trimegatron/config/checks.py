@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from trimegatron.config.groups import ParallelConfig, TrainingConfig
 from trimegatron.config.io_groups import DataConfig
 from trimegatron.config.options import fail, kebab
+from trimegatron.config.pipeline import check_num_micro_batches, check_stages
 
 if TYPE_CHECKING:
     from trimegatron.config.config import Config
@@ -58,6 +59,8 @@ def check_length(training: TrainingConfig) -> None:
 def check_config(config: Config) -> None:
     """Every rule that needs more than one group. ``config`` is resolved: no derived value is missing."""
     _check_shapes(config)
+    check_stages(config)
+    check_num_micro_batches(config.num_micro_batches, config.parallel)
     _check_schedule(config)
     if config.data.tokenizer_type == "NullTokenizer" and config.model.vocab_size is None:
         fail("vocab_size", None, "is required with --tokenizer-type NullTokenizer", way_out="Give the number of ids.")
@@ -122,12 +125,6 @@ def _check_schedule(config: Config) -> None:
 def _check_supported(config: Config) -> None:
     """Values Megatron-LM has and this version has not, of options that are otherwise supported."""
     later: list[tuple[str, object, bool, str]] = [
-        (
-            "pipeline_model_parallel_size",
-            config.parallel.pipeline_model_parallel_size,
-            config.parallel.pipeline_model_parallel_size > 1,
-            "Use --tensor-model-parallel-size and data parallelism.",
-        ),
         ("optimizer", config.optimizer.optimizer, config.optimizer.optimizer != "adam", "Use adam."),
         (
             "dataloader_type",

@@ -104,12 +104,11 @@ FOREIGN: tuple[Foreign, ...] = (
     _ignored("fp16_lm_cross_entropy", False, "the cross entropy is always computed in float32"),
     # Parallelism
     _never("model_parallel_size", None, "Use --tensor-model-parallel-size.", str),
-    _later("num_layers_per_virtual_pipeline_stage", None, LEAVE_OUT, int),
     _later("sequence_parallel", False, "Leave it out; --tensor-model-parallel-size works without it."),
     _later("context_parallel_size", 1, "Leave it out."),
     _ignored("DDP_impl", "local", ONE_BUFFER),
     _ignored("contiguous_buffers_in_local_ddp", True, ONE_BUFFER),
-    _ignored("scatter_gather_tensors_in_pipeline", True, "stages would exchange whole activations"),
+    _ignored("scatter_gather_tensors_in_pipeline", True, "pipeline stages exchange whole activations"),
     _ignored("async_tensor_model_parallel_allreduce", True, "the tensor-parallel layers decide what overlaps"),
     _ignored("use_cpu_initialization", False, SAME_WEIGHTS),
     _ignored("standalone_embedding_stage", False, "the embedding shares the first stage"),

@@ -57,6 +57,14 @@ class Config:
         return self.training.global_batch_size // (self.training.micro_batch_size * self.parallel.data_parallel_size)
 
     @property
+    def num_model_chunks(self) -> int:
+        """Pipeline stages on one rank: more than one where they are interleaved."""
+        per_stage = self.parallel.num_layers_per_virtual_pipeline_stage
+        if per_stage is None:
+            return 1
+        return self.model.num_layers // (self.parallel.pipeline_model_parallel_size * per_stage)
+
+    @property
     def schedule(self) -> Schedule:
         """Learning rate and weight decay, counted in samples."""
         optimizer, training = self.optimizer, self.training

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from trimegatron.config.options import REQUIRED, Options, fail, option
+from trimegatron.config.pipeline import SCHEDULES, check_pipeline_schedule
 
 MAX_SEED = 2**32 - 1
 """numpy's legacy generator, which the index maps are drawn from, takes seeds up to here."""
@@ -268,7 +269,25 @@ class ParallelConfig(Options):
     """Parallelism"""
 
     tensor_model_parallel_size: int = option(1, "ranks that share one layer", unit="ranks", minimum=1)
-    pipeline_model_parallel_size: int = option(1, "stages that share the layers", unit="ranks", minimum=1)
+    pipeline_model_parallel_size: int = option(1, "ranks that share the layers", unit="ranks", minimum=1)
+    pipeline_schedule: str = option(
+        None,
+        "ours. Order of forward and backward passes over the pipeline",
+        derived="1f1b; interleaved with --num-layers-per-virtual-pipeline-stage",
+        metavar="{" + ",".join(SCHEDULES) + "}",
+    )
+    num_layers_per_virtual_pipeline_stage: int | None = option(
+        None, "give each pipeline rank several stages, of this many layers each", unit="layers", minimum=1
+    )
+    decoder_first_pipeline_num_layers: int | None = option(
+        None,
+        "layers of the first pipeline stage; the stages that are not given share the rest equally",
+        unit="layers",
+        minimum=1,
+    )
+    decoder_last_pipeline_num_layers: int | None = option(
+        None, "layers of the last pipeline stage", unit="layers", minimum=1
+    )
     use_distributed_optimizer: bool = option(
         False, "cut optimizer state and float32 main copy over the data-parallel ranks (ZeRO 1)"
     )
@@ -288,6 +307,10 @@ class ParallelConfig(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        per_stage = self.num_layers_per_virtual_pipeline_stage
+        if self.pipeline_schedule is None:
+            self._derive(pipeline_schedule="1f1b" if per_stage is None else "interleaved")
+        check_pipeline_schedule(self.pipeline_schedule, per_stage)
         tp, pp = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
         if self.world_size % (tp * pp):
             fail(

@@ -107,6 +107,7 @@ def _idle_options(config: Config, given: Given) -> list[str]:
     is_null = config.data.tokenizer_type == "NullTokenizer"
     idle: list[tuple[str, bool, str]] = [
         ("attention_softmax_in_fp32", True, "the softmax is always computed in float32"),
+        ("pipeline_schedule", config.parallel.pipeline_model_parallel_size == 1, "there is one pipeline stage"),
         ("eval_at_start", config.training.eval_iters == 0, "--eval-iters is 0"),
         *(
             (name, no_board, "there is no --tensorboard-dir")

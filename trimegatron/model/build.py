@@ -8,10 +8,10 @@ from torch import nn
 from trimegatron.config import Config
 from trimegatron.data_parallel.buffer import ParameterBuffer
 from trimegatron.mesh import Axis, Mesh
-from trimegatron.model.gpt import GPTStage
+from trimegatron.model.gpt import GPTChunks, GPTStage
 from trimegatron.model.init import initialize
 from trimegatron.model.spec import GPTSpec
-from trimegatron.pipeline_parallel.partition import layers_of_stage
+from trimegatron.pipeline_parallel.partition import partition_layers
 from trimegatron.tensor_parallel.embedding import padded_vocab_size
 
 
@@ -44,30 +44,42 @@ def model_spec(config: Config, *, tensor: Axis, device: torch.device, dtype: tor
     )
 
 
-def build_model(config: Config, mesh: Mesh) -> GPTStage:
-    """This rank's stage with its initial weights."""
-    spec = model_spec(config, tensor=mesh.tensor, device=mesh.device)
-    pipeline = mesh.pipeline
-    stage = GPTStage(
-        spec,
-        layers_of_stage(spec.num_layers, pipeline.size, pipeline.rank),
-        is_first=pipeline.rank == 0,
-        is_last=pipeline.rank == pipeline.size - 1,
+def stage_layers(config: Config) -> list[range]:
+    """The layers of every pipeline stage, in the order of the model. Stage i is on rank i mod pipeline size."""
+    parallel = config.parallel
+    return partition_layers(
+        config.model.num_layers,
+        parallel.pipeline_model_parallel_size * config.num_model_chunks,
+        first=parallel.decoder_first_pipeline_num_layers,
+        last=parallel.decoder_last_pipeline_num_layers,
     )
-    initialize(stage, spec.seed)
-    return stage
 
 
-def wait_for_parameters(stage: GPTStage, buffer: ParameterBuffer) -> None:
-    """Let each part of ``stage`` wait for its own parameters only, where these are gathered during the forward pass.
+def build_model(config: Config, mesh: Mesh) -> GPTChunks:
+    """This rank's stages with their initial weights."""
+    spec = model_spec(config, tensor=mesh.tensor, device=mesh.device)
+    layers = stage_layers(config)
+    last = len(layers) - 1
+    chunks = GPTChunks(
+        GPTStage(spec, layers[stage], is_first=stage == 0, is_last=stage == last)
+        for stage in range(mesh.pipeline.rank, len(layers), mesh.pipeline.size)
+    )
+    initialize(chunks, spec.seed)
+    return chunks
+
+
+def wait_for_parameters(chunks: GPTChunks, buffer: ParameterBuffer) -> None:
+    """Let each part of the model wait for its own parameters only, where these are gathered during the forward pass.
 
     A layer and the final norm are called as modules and use nothing else's parameters. The rest, the tables, are used
     at once on the first stage, and past their own module by the head on the last: the stage waits for them.
     """
-    parts: list[nn.Module] = list(stage.layers.values())
-    if stage.is_last:
-        parts.append(stage.final_layernorm)
-    for part in parts:
-        buffer.wait_before(part, part.parameters())
-    within = {parameter for part in parts for parameter in part.parameters()}
-    buffer.wait_before(stage, set(stage.parameters()) - within)
+    for stage in chunks:
+        assert isinstance(stage, GPTStage)
+        parts: list[nn.Module] = list(stage.layers.values())
+        if stage.is_last:
+            parts.append(stage.final_layernorm)
+        for part in parts:
+            buffer.wait_before(part, part.parameters())
+        within = {parameter for part in parts for parameter in part.parameters()}
+        buffer.wait_before(stage, set(stage.parameters()) - within)

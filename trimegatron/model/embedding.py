@@ -24,10 +24,11 @@ class PositionEmbedding(nn.Module):
 class GPTEmbedding(nn.Module):
     """dropout(word[token] + position[0 … s−1, or position_ids]): tokens [b, s] -> [s, b, h].
 
-    Without positions it only holds a copy of the word table, for a head that is tied to the first stage's.
+    ``is_tied``: another pipeline stage holds the word table too. The copy, for the head of the last stage, is one
+    without positions.
     """
 
-    def __init__(self, spec: GPTSpec, *, with_positions: bool = True):
+    def __init__(self, spec: GPTSpec, *, with_positions: bool = True, is_tied: bool = False):
         super().__init__()
         self.word_embeddings = VocabParallelEmbedding(
             spec.vocab_size,
@@ -35,6 +36,7 @@ class GPTEmbedding(nn.Module):
             spec.hidden_size,
             axis=spec.tensor,
             init_std=spec.init_method_std,
+            is_tied=is_tied,
             is_tied_copy=not with_positions,
             dtype=spec.dtype,
             device=spec.device,

@@ -5,6 +5,8 @@ Legend: s sequence, b micro-batch, h hidden, v this rank's columns of the padded
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import nn
 
@@ -29,7 +31,7 @@ class GPTStage(nn.Module):
         self.is_first = is_first
         self.is_last = is_last
         if is_first or is_last:
-            self.embedding = GPTEmbedding(spec, with_positions=is_first)
+            self.embedding = GPTEmbedding(spec, with_positions=is_first, is_tied=not (is_first and is_last))
         self.layers = nn.ModuleDict({str(layer): TransformerLayer(spec, layer) for layer in layers})
         if is_last:
             self.final_layernorm = LayerNorm(spec)
@@ -82,3 +84,16 @@ class GPTStage(nn.Module):
         if loss_mask is not None:
             loss = loss * loss_mask.transpose(0, 1)
         return loss.sum()
+
+
+class GPTChunks(nn.ModuleList):
+    """The stages of one pipeline rank, first to last: one, or several where they are interleaved.
+
+    Parameters have their stage's names, which are global: no chunk's number is in them.
+    """
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        for stage in self:
+            yield from stage.named_parameters(prefix, recurse, remove_duplicate)

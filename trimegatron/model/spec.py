@@ -42,6 +42,17 @@ class GPTSpec:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     tensor: Axis = field(default_factory=Axis)
 
+    def activation(self, seq_length: int, micro_batch_size: int) -> torch.Tensor:
+        """What one pipeline stage sends the next, without storage: [s, b, h]."""
+        return torch.empty(seq_length, micro_batch_size, self.hidden_size, dtype=self.dtype, device="meta")
+
+    @property
+    def num_parameters(self) -> int:
+        """Of the whole model, without padding: weights and biases of the layers, their norms, the two tables."""
+        h, f, p = self.hidden_size, self.ffn_hidden_size, self.num_attention_heads * self.kv_channels
+        layer = (3 * p * h + 3 * p) + (p * h + h) + (f * h + f) + (f * h + h) + 4 * h
+        return self.num_layers * layer + 2 * h + (self.vocab_size + self.max_position_embeddings) * h
+
     @property
     def output_init_std(self) -> float:
         """Standard deviation of the layers that write to the residual stream: σ / √(2 · layers)."""

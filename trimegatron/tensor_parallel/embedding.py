@@ -49,6 +49,7 @@ class VocabParallelEmbedding(nn.Module):
         *,
         axis: Axis,
         init_std: float,
+        is_tied: bool = False,
         is_tied_copy: bool = False,
         dtype: torch.dtype,
         device: torch.device,
@@ -60,7 +61,7 @@ class VocabParallelEmbedding(nn.Module):
             axis=axis,
             padded_size=padded_vocab_size,
             init_std=init_std,
-            is_tied=True,  # to the head
+            is_tied=is_tied,
             is_tied_copy=is_tied_copy,
             dtype=dtype,
             device=device,

@@ -36,7 +36,7 @@ class ParameterSpec:
     """The first and the last pipeline stage hold this parameter, each a part of its gradient."""
     is_tied_copy: bool = False
     """Another pipeline stage holds the same parameter and answers for it: this one is in no norm, no count and no
-    checkpoint, and its gradient is added to the other's."""
+    checkpoint."""
 
     def valid(self, local: torch.Tensor) -> torch.Tensor:
         """The rectangle of ``local`` that exists in the whole parameter, without the padding; a view."""
