@@ -89,18 +89,14 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5, *, im
     _check_columns("weight", weight, x)
     _check_columns("bias", bias, x)
     _check(weight.dtype == bias.dtype, f"bias ({bias.dtype}) must have the weight's dtype ({weight.dtype}).")
-    if uses_triton(impl, x):
-        return ops.LayerNorm.apply(x, weight, bias, eps)
-    return reference.layer_norm(x, weight, bias, eps)
+    return ops.LayerNorm.apply(x, weight, bias, eps, uses_triton(impl, x))
 
 
 def bias_gelu(x: Tensor, bias: Tensor, approximate: str = "tanh", *, impl: str = "auto") -> Tensor:
     """gelu(x + bias) for x [..., h] and bias [h]; ``approximate`` is "tanh" or "none" (erf), as in PyTorch."""
     _check_columns("bias", bias, x)
     _check(approximate in ("tanh", "none"), f'approximate ("{approximate}") must be "tanh" or "none".')
-    if uses_triton(impl, x):
-        return ops.BiasGelu.apply(x, bias, approximate)
-    return reference.bias_gelu(x, bias, approximate)
+    return ops.BiasGelu.apply(x, bias, approximate, uses_triton(impl, x))
 
 
 def bias_dropout_add(

@@ -183,7 +183,7 @@ class Trainer:
         loss_sum, num_tokens = run_micro_batches(
             self.model, self.take(batches), backward_scale=self.scaler.scale / all_tokens
         )
-        self.buffer.reduce_grads(self.mesh.data)
+        self.buffer.reduce_grads(self.mesh)
         loss_sum, num_tokens = self.sum_over_replicas(loss_sum, num_tokens)
         unscale = all_tokens / (num_tokens.clamp(min=1.0) * self.scaler.scale)
         norm = squared_norm(self.buffer, self.mesh, kernels=config.model.kernels).sqrt() * unscale

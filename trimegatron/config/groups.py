@@ -269,6 +269,9 @@ class ParallelConfig(Options):
 
     tensor_model_parallel_size: int = option(1, "ranks that share one layer", unit="ranks", minimum=1)
     pipeline_model_parallel_size: int = option(1, "stages that share the layers", unit="ranks", minimum=1)
+    sequence_parallel: bool = option(
+        False, "between tensor-parallel layers each rank holds a piece of the sequence; off at tensor parallel size 1"
+    )
     distributed_backend: str | None = option(
         None, "of torch.distributed", derived="nccl on cuda, gloo on cpu", choices=("nccl", "gloo")
     )
@@ -287,6 +290,8 @@ class ParallelConfig(Options):
                 f"the product is {tp * pp}, the number of processes {self.world_size}",
                 f"Start a multiple of {tp * pp} processes (torchrun --nproc-per-node), or lower the sizes.",
             )
+        if tp == 1:
+            self._derive(sequence_parallel=False)
 
     @property
     def data_parallel_size(self) -> int:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from trimegatron.mesh import Axis, Mesh
+from trimegatron.mesh import Mesh
 from trimegatron.tensor_parallel.parameter import ParameterSpec, spec_of
 
 ALIGNMENT = 64
@@ -100,10 +100,17 @@ class ParameterBuffer:
         """Set the main gradients to zero, before the first micro-batch of a step."""
         self.grads.zero_()
 
-    def reduce_grads(self, data: Axis) -> None:
-        """Sum the main gradients over the data-parallel ranks; nobody divides (docs/gradients.md)."""
-        if data.group is not None:
-            dist.all_reduce(self.grads, group=data.group)
+    def reduce_grads(self, mesh: Mesh) -> None:
+        """Sum partial gradients over the tensor-parallel ranks, then all over the data-parallel ones; nobody divides
+        (docs/gradients.md)."""
+        partial = [piece.view(self.grads) for piece in self.slices if piece.spec.is_partial]
+        if mesh.tensor.group is not None and partial:
+            total = torch.cat([gradient.flatten() for gradient in partial])
+            dist.all_reduce(total, group=mesh.tensor.group)
+            for gradient, summed in zip(partial, total.split([g.numel() for g in partial]), strict=True):
+                gradient.copy_(summed.view_as(gradient))
+        if mesh.data.group is not None:
+            dist.all_reduce(self.grads, group=mesh.data.group)
 
     def count_zero_grads(self, mesh: Mesh) -> float:
         """How many elements of the whole model's gradient are exactly zero; padding is not counted."""

@@ -8,6 +8,7 @@ from trimegatron.config import Config
 from trimegatron.mesh import Axis, Mesh
 from trimegatron.model.gpt import GPTStage
 from trimegatron.model.init import initialize
+from trimegatron.model.recompute import Recompute
 from trimegatron.model.spec import GPTSpec
 from trimegatron.pipeline_parallel.partition import layers_of_stage
 from trimegatron.tensor_parallel.embedding import padded_vocab_size
@@ -39,6 +40,12 @@ def model_spec(config: Config, *, tensor: Axis, device: torch.device, dtype: tor
         dtype=dtype or getattr(torch, config.precision.params_dtype),
         device=device,
         tensor=tensor,
+        sequence_parallel=config.parallel.sequence_parallel and tensor.size > 1,
+        recompute=Recompute(
+            config.recompute.recompute_granularity,
+            config.recompute.recompute_method,
+            config.recompute.recompute_num_layers,
+        ),
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from trimegatron.mesh import Axis
+from trimegatron.model.recompute import Recompute
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,14 @@ class GPTSpec:
     dtype: torch.dtype = torch.float32
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     tensor: Axis = field(default_factory=Axis)
+    sequence_parallel: bool = False
+    """Between tensor-parallel regions a rank holds its own piece of the sequence; only where ``tensor`` is cut."""
+    recompute: Recompute = field(default_factory=Recompute)
+
+    @property
+    def sequence_rank(self) -> int:
+        """Which piece of the sequence this rank holds between tensor-parallel regions; 0 where it is not cut."""
+        return self.tensor.rank if self.sequence_parallel else 0
 
     @property
     def output_init_std(self) -> float:

@@ -32,6 +32,9 @@ class ParameterSpec:
     is_tied_copy: bool = False
     """Another pipeline stage holds the same parameter and answers for it: this one is in no norm, no count and no
     checkpoint, and its gradient is added to the other's."""
+    is_partial: bool = False
+    """Every rank of the tensor-parallel group holds this parameter alike, but with sequence parallelism each sees only
+    its own piece of the sequence: its gradient is summed over the group before anything else uses it."""
 
     def valid(self, local: torch.Tensor) -> torch.Tensor:
         """The rectangle of ``local`` that exists in the whole parameter, without the padding; a view."""
@@ -49,6 +52,7 @@ def make_parameter(
     init_mean: float = 0.0,
     init_std: float = 0.0,
     is_tied_copy: bool = False,
+    is_partial: bool = False,
     dtype: torch.dtype,
     device: torch.device,
 ) -> nn.Parameter:
@@ -78,6 +82,7 @@ def make_parameter(
         init_mean=init_mean,
         init_std=init_std,
         is_tied_copy=is_tied_copy,
+        is_partial=is_partial,
     )
     parameter.spec = spec  # type: ignore[attr-defined]
     return parameter
