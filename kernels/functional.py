@@ -140,9 +140,7 @@ def bias_dropout_add(
 def scaled_causal_softmax(scores: Tensor, scale: float = 1.0, *, impl: str = "auto") -> Tensor:
     """softmax(scale · scores) for scores [b, n, sq, sk]; query i sees the keys j <= i + (sk - sq)."""
     _check(scores.dim() == 4, f"scores ({list(scores.shape)}) must be [batch, heads, queries, keys].")
-    if uses_triton(impl, scores):
-        return ops.ScaledCausalSoftmax.apply(scores, scale)
-    return reference.scaled_causal_softmax(scores, scale)
+    return ops.ScaledCausalSoftmax.apply(scores, scale, uses_triton(impl, scores))
 
 
 def scaled_masked_softmax(scores: Tensor, mask: Tensor | None, scale: float = 1.0, *, impl: str = "auto") -> Tensor:
@@ -158,9 +156,7 @@ def scaled_masked_softmax(scores: Tensor, mask: Tensor | None, scale: float = 1.
             mask.dtype == torch.bool and fits,
             f"mask ({mask.dtype}, {list(mask.shape)}) must be bool and broadcast to {list(scores.shape)}.",
         )
-    if uses_triton(impl, scores):
-        return ops.ScaledMaskedSoftmax.apply(scores, mask, scale)
-    return reference.scaled_masked_softmax(scores, mask, scale)
+    return ops.ScaledMaskedSoftmax.apply(scores, mask, scale, uses_triton(impl, scores))
 
 
 def attention_dropout(

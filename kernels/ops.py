@@ -189,30 +189,30 @@ class BiasDropoutAdd(torch.autograd.Function):
 
 class ScaledCausalSoftmax(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, scores: Tensor, scale: float) -> Tensor:
-        y = torch.ops.trimegatron.scaled_causal_softmax_forward(scores, scale)
+    def forward(ctx: Any, scores: Tensor, scale: float, triton: bool) -> Tensor:
+        y = _kernels(triton).scaled_causal_softmax_forward(scores, scale)
         ctx.save_for_backward(y)
-        ctx.scale = scale
+        ctx.scale, ctx.triton = scale, triton
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return torch.ops.trimegatron.scaled_softmax_backward(dy, *ctx.saved_tensors, ctx.scale, True), None
+        return _kernels(ctx.triton).scaled_softmax_backward(dy, *ctx.saved_tensors, ctx.scale, True), None, None
 
 
 class ScaledMaskedSoftmax(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, scores: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-        y = torch.ops.trimegatron.scaled_masked_softmax_forward(scores, mask, scale)
+    def forward(ctx: Any, scores: Tensor, mask: Tensor | None, scale: float, triton: bool) -> Tensor:
+        y = _kernels(triton).scaled_masked_softmax_forward(scores, mask, scale)
         ctx.save_for_backward(y)
-        ctx.scale = scale
+        ctx.scale, ctx.triton = scale, triton
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return torch.ops.trimegatron.scaled_softmax_backward(dy, *ctx.saved_tensors, ctx.scale, False), None, None
+        return _kernels(ctx.triton).scaled_softmax_backward(dy, *ctx.saved_tensors, ctx.scale, False), None, None, None
 
 
 class AttentionDropout(torch.autograd.Function):

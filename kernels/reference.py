@@ -87,12 +87,12 @@ def _causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
     return torch.ones(queries, keys, dtype=torch.bool, device=device).triu_(keys - queries + 1)
 
 
-def scaled_causal_softmax(scores: Tensor, scale: float = 1.0) -> Tensor:
+def scaled_causal_softmax_forward(scores: Tensor, scale: float) -> Tensor:
     """softmax(scale · scores) over the keys j <= i + (sk - sq) of query i; zeros where there are none."""
-    return scaled_masked_softmax(scores, _causal_mask(*scores.shape[-2:], scores.device), scale)
+    return scaled_masked_softmax_forward(scores, _causal_mask(*scores.shape[-2:], scores.device), scale)
 
 
-def scaled_masked_softmax(scores: Tensor, mask: Tensor | None, scale: float = 1.0) -> Tensor:
+def scaled_masked_softmax_forward(scores: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """softmax(scale · scores) over the keys whose mask is False; zeros where there are none."""
     value = scores.float() * scale
     if mask is None:
@@ -102,6 +102,13 @@ def scaled_masked_softmax(scores: Tensor, mask: Tensor | None, scale: float = 1.
     if nothing_visible.any():
         y = y.masked_fill(nothing_visible, 0.0)
     return y.to(scores.dtype)
+
+
+def scaled_softmax_backward(dy: Tensor, y: Tensor, scale: float, causal: bool) -> Tensor:
+    """scale · y (dy - Σ dy y): what is masked has y = 0, and so no gradient."""
+    del causal
+    dx = torch.ops.aten._softmax_backward_data(dy.float(), y.float(), -1, torch.float32)
+    return (dx * scale).to(y.dtype)
 
 
 def attention_dropout(

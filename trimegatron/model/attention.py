@@ -138,7 +138,12 @@ class AttentionCore(nn.Module):
                 return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
             with sdpa_kernel(MASKED_SDPA):
                 return F.scaled_dot_product_attention(q, k, v, attn_mask=mask.bias(q.dtype), scale=self.scale)
-        scores = torch.matmul(q * (self.scale / self.score_divisor), k.transpose(-1, -2))  # [b, n, s, s]
+        # As [b n, s, d] views, which products take as they are: nothing of q, k and v is copied, nor kept beside them.
+        heads = q.shape[:2]
+        q, k, v = (tensor.flatten(0, 1) for tensor in (q, k, v))
+        scores = torch.baddbmm(
+            q.new_zeros(1, 1, 1), q, k.transpose(1, 2), beta=0, alpha=self.scale / self.score_divisor
+        ).unflatten(0, heads)  # [b, n, s, s]
         if mask is None:
             probabilities = functional.scaled_causal_softmax(scores, self.score_divisor, impl=self.kernels)
         else:
@@ -155,4 +160,4 @@ class AttentionCore(nn.Module):
                 training=True,
                 impl=self.kernels,
             )
-        return torch.matmul(probabilities, v)
+        return torch.bmm(probabilities.flatten(0, 1), v).unflatten(0, heads)
