@@ -7,6 +7,7 @@ from importlib import import_module
 from trimegatron.errors import ConfigError
 
 BENCHMARKS = {
+    "activations": "trimegatron.bench.activations",
     "bubble": "trimegatron.bench.bubble",
     "data": "trimegatron.bench.data",
     "memory": "trimegatron.bench.memory",

@@ -92,18 +92,14 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5, *, im
     _check_columns("weight", weight, x)
     _check_columns("bias", bias, x)
     _check(weight.dtype == bias.dtype, f"bias ({bias.dtype}) must have the weight's dtype ({weight.dtype}).")
-    if uses_triton(impl, x):
-        return ops.LayerNorm.apply(x, weight, bias, eps)
-    return reference.layer_norm(x, weight, bias, eps)
+    return ops.LayerNorm.apply(x, weight, bias, eps, uses_triton(impl, x))
 
 
 def bias_gelu(x: Tensor, bias: Tensor, approximate: str = "tanh", *, impl: str = "auto") -> Tensor:
     """gelu(x + bias) for x [..., h] and bias [h]; ``approximate`` is "tanh" or "none" (erf), as in PyTorch."""
     _check_columns("bias", bias, x)
     _check(approximate in ("tanh", "none"), f'approximate ("{approximate}") must be "tanh" or "none".')
-    if uses_triton(impl, x):
-        return ops.BiasGelu.apply(x, bias, approximate)
-    return reference.bias_gelu(x, bias, approximate)
+    return ops.BiasGelu.apply(x, bias, approximate, uses_triton(impl, x))
 
 
 def bias_dropout_add(
@@ -147,9 +143,7 @@ def bias_dropout_add(
 def scaled_causal_softmax(scores: Tensor, scale: float = 1.0, *, impl: str = "auto") -> Tensor:
     """softmax(scale · scores) for scores [b, n, sq, sk]; query i sees the keys j <= i + (sk - sq)."""
     _check(scores.dim() == 4, f"scores ({list(scores.shape)}) must be [batch, heads, queries, keys].")
-    if uses_triton(impl, scores):
-        return ops.ScaledCausalSoftmax.apply(scores, scale)
-    return reference.scaled_causal_softmax(scores, scale)
+    return ops.ScaledCausalSoftmax.apply(scores, scale, uses_triton(impl, scores))
 
 
 def scaled_masked_softmax(scores: Tensor, mask: Tensor | None, scale: float = 1.0, *, impl: str = "auto") -> Tensor:
@@ -165,9 +159,7 @@ def scaled_masked_softmax(scores: Tensor, mask: Tensor | None, scale: float = 1.
             mask.dtype == torch.bool and fits,
             f"mask ({mask.dtype}, {list(mask.shape)}) must be bool and broadcast to {list(scores.shape)}.",
         )
-    if uses_triton(impl, scores):
-        return ops.ScaledMaskedSoftmax.apply(scores, mask, scale)
-    return reference.scaled_masked_softmax(scores, mask, scale)
+    return ops.ScaledMaskedSoftmax.apply(scores, mask, scale, uses_triton(impl, scores))
 
 
 def attention_dropout(

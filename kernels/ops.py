@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from trimegatron.kernels import reference
+
 # A fragment, so that kernels in other files can add to the namespace. It lives as long as the operators.
 _library = torch.library.Library("trimegatron", "FRAGMENT")
 
@@ -119,32 +121,38 @@ define_op(
 )
 
 
+def _kernels(triton: bool) -> Any:
+    """Where the forward and backward of an op are: the Triton operators, or the eager ones of the same signatures."""
+    return torch.ops.trimegatron if triton else reference
+
+
 class LayerNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-        y, mean, rstd = torch.ops.trimegatron.layer_norm_forward(x, weight, bias, eps)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float, triton: bool) -> Tensor:
+        y, mean, rstd = _kernels(triton).layer_norm_forward(x, weight, bias, eps)
         ctx.save_for_backward(x, weight, mean, rstd)
+        ctx.triton = triton
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        dx, dweight, dbias = torch.ops.trimegatron.layer_norm_backward(dy, *ctx.saved_tensors)
-        return dx, dweight, dbias, None
+        dx, dweight, dbias = _kernels(ctx.triton).layer_norm_backward(dy, *ctx.saved_tensors)
+        return dx, dweight, dbias, None, None
 
 
 class BiasGelu(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor, approximate: str) -> Tensor:
+    def forward(ctx: Any, x: Tensor, bias: Tensor, approximate: str, triton: bool) -> Tensor:
         ctx.save_for_backward(x, bias)
-        ctx.approximate = approximate
-        return torch.ops.trimegatron.bias_gelu_forward(x, bias, approximate)
+        ctx.approximate, ctx.triton = approximate, triton
+        return _kernels(triton).bias_gelu_forward(x, bias, approximate)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        dx, dbias = torch.ops.trimegatron.bias_gelu_backward(dy, *ctx.saved_tensors, ctx.approximate)
-        return dx, dbias, None
+        dx, dbias = _kernels(ctx.triton).bias_gelu_backward(dy, *ctx.saved_tensors, ctx.approximate)
+        return dx, dbias, None, None
 
 
 class BiasDropoutAdd(torch.autograd.Function):
@@ -181,30 +189,30 @@ class BiasDropoutAdd(torch.autograd.Function):
 
 class ScaledCausalSoftmax(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, scores: Tensor, scale: float) -> Tensor:
-        y = torch.ops.trimegatron.scaled_causal_softmax_forward(scores, scale)
+    def forward(ctx: Any, scores: Tensor, scale: float, triton: bool) -> Tensor:
+        y = _kernels(triton).scaled_causal_softmax_forward(scores, scale)
         ctx.save_for_backward(y)
-        ctx.scale = scale
+        ctx.scale, ctx.triton = scale, triton
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return torch.ops.trimegatron.scaled_softmax_backward(dy, *ctx.saved_tensors, ctx.scale, True), None
+        return _kernels(ctx.triton).scaled_softmax_backward(dy, *ctx.saved_tensors, ctx.scale, True), None, None
 
 
 class ScaledMaskedSoftmax(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, scores: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-        y = torch.ops.trimegatron.scaled_masked_softmax_forward(scores, mask, scale)
+    def forward(ctx: Any, scores: Tensor, mask: Tensor | None, scale: float, triton: bool) -> Tensor:
+        y = _kernels(triton).scaled_masked_softmax_forward(scores, mask, scale)
         ctx.save_for_backward(y)
-        ctx.scale = scale
+        ctx.scale, ctx.triton = scale, triton
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return torch.ops.trimegatron.scaled_softmax_backward(dy, *ctx.saved_tensors, ctx.scale, False), None, None
+        return _kernels(ctx.triton).scaled_softmax_backward(dy, *ctx.saved_tensors, ctx.scale, False), None, None, None
 
 
 class AttentionDropout(torch.autograd.Function):

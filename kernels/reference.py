@@ -1,8 +1,10 @@
 """One eager form of every op, with its formula: what runs on a CPU, and what the kernels are tested against.
 
-Arithmetic in fp32, results in the dtypes the kernels give; differentiable by autograd. Nothing here writes into its
-inputs except ``adamw_step_``. Autograd keeps dropout masks as bool, one byte an element: making them again would cost
-more on a CPU than the memory does.
+Arithmetic in fp32, results in the dtypes the kernels give. An op with a ``_backward`` beside it has the signature of
+the kernels' operator, and is wrapped like it (``ops.py``), so that autograd keeps its inputs in their own dtype and not
+the fp32 values in between; the others are differentiable by autograd. Nothing here writes into its inputs except
+``adamw_step_``. Autograd keeps dropout masks as bool, one byte an element: making them again would cost more on a CPU
+than the memory does.
 """
 
 from __future__ import annotations
@@ -22,14 +24,34 @@ from trimegatron.kernels.adamw_scalars import AdamWScalar
 _ADAMW_CHUNK = 1 << 16  # elements whose temporaries stay in cache
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:
-    """(x - mean) / sqrt(var + eps) · weight + bias over the last dimension."""
-    return F.layer_norm(x.float(), x.shape[-1:], weight.float(), bias.float(), eps).to(x.dtype)
+def layer_norm_forward(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(x - mean) / sqrt(var + eps) · weight + bias over the last dimension; beside it mean and 1 / sqrt(var + eps) of
+    each row."""
+    y, mean, rstd = torch.native_layer_norm(x.float(), x.shape[-1:], weight.float(), bias.float(), eps)
+    return y.to(x.dtype), mean.flatten(), rstd.flatten()
 
 
-def bias_gelu(x: Tensor, bias: Tensor, approximate: str = "tanh") -> Tensor:
+def layer_norm_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dx, dweight, dbias."""
+    statistics = (*x.shape[:-1], 1)
+    w = weight.float()
+    dx, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
+        dy.float(), x.float(), x.shape[-1:], mean.view(statistics), rstd.view(statistics), w, w, [True, True, True]
+    )  # the second w stands for the bias, of which only the shape is looked at
+    return dx.to(x.dtype), dweight.to(weight.dtype), dbias.to(weight.dtype)
+
+
+def bias_gelu_forward(x: Tensor, bias: Tensor, approximate: str) -> Tensor:
     """gelu(x + bias)."""
     return F.gelu(x.float() + bias.float(), approximate=approximate).to(x.dtype)
+
+
+def bias_gelu_backward(dy: Tensor, x: Tensor, bias: Tensor, approximate: str) -> tuple[Tensor, Tensor]:
+    """dx, dbias."""
+    gradient = torch.ops.aten.gelu_backward(dy.float(), x.float() + bias.float(), approximate=approximate)
+    return gradient.to(x.dtype), gradient.reshape(-1, x.shape[-1]).sum(dim=0).to(bias.dtype)
 
 
 def bias_dropout_add(
@@ -66,12 +88,12 @@ def _causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
     return torch.ones(queries, keys, dtype=torch.bool, device=device).triu_(keys - queries + 1)
 
 
-def scaled_causal_softmax(scores: Tensor, scale: float = 1.0) -> Tensor:
+def scaled_causal_softmax_forward(scores: Tensor, scale: float) -> Tensor:
     """softmax(scale · scores) over the keys j <= i + (sk - sq) of query i; zeros where there are none."""
-    return scaled_masked_softmax(scores, _causal_mask(*scores.shape[-2:], scores.device), scale)
+    return scaled_masked_softmax_forward(scores, _causal_mask(*scores.shape[-2:], scores.device), scale)
 
 
-def scaled_masked_softmax(scores: Tensor, mask: Tensor | None, scale: float = 1.0) -> Tensor:
+def scaled_masked_softmax_forward(scores: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """softmax(scale · scores) over the keys whose mask is False; zeros where there are none."""
     value = scores.float() * scale
     if mask is None:
@@ -81,6 +103,13 @@ def scaled_masked_softmax(scores: Tensor, mask: Tensor | None, scale: float = 1.
     if nothing_visible.any():
         y = y.masked_fill(nothing_visible, 0.0)
     return y.to(scores.dtype)
+
+
+def scaled_softmax_backward(dy: Tensor, y: Tensor, scale: float, causal: bool) -> Tensor:
+    """scale · y (dy - Σ dy y): what is masked has y = 0, and so no gradient."""
+    del causal
+    dx = torch.ops.aten._softmax_backward_data(dy.float(), y.float(), -1, torch.float32)
+    return (dx * scale).to(y.dtype)
 
 
 def attention_dropout(

@@ -9,7 +9,8 @@ import pytest
 
 from tests.runs import train_tiny, write_corpus
 
-LAYOUTS = [(2, 1), (1, 2), (2, 2), (1, 4)]  # data parallel, tensor parallel
+LAYOUTS = [(2, 1, None), (1, 2, None), (1, 2, True), (2, 2, True), (1, 4, None), (1, 4, True)]
+"""Data parallel, tensor parallel, sequence parallel."""
 
 
 @pytest.fixture(scope="module")
@@ -37,14 +38,22 @@ def test_it_learns(alone: list[dict]):
     assert alone[-1]["lm_loss"] < alone[0]["lm_loss"] - 0.5
 
 
-@pytest.mark.parametrize(("data_parallel", "tensor_parallel"), LAYOUTS)
-def test_layout(data_parallel: int, tensor_parallel: int, corpus: Path, alone: list[dict], tmp_path: Path):
+@pytest.mark.parametrize(("data_parallel", "tensor_parallel", "sequence_parallel"), LAYOUTS)
+def test_layout(
+    data_parallel: int,
+    tensor_parallel: int,
+    sequence_parallel: bool | None,
+    corpus: Path,
+    alone: list[dict],
+    tmp_path: Path,
+):
     """20 steps, dropout 0.1, a vocabulary that no tensor-parallel size divides."""
     lines = train_tiny(
         corpus,
         world_size=data_parallel * tensor_parallel,
         metrics=tmp_path / "metrics.jsonl",
         tensor_model_parallel_size=tensor_parallel,
+        sequence_parallel=sequence_parallel,
     )
     assert_same_run(lines, alone)
 
@@ -76,6 +85,7 @@ def test_document_boundaries_in_every_layout(attention_dropout: float, corpus: P
             world_size=world_size,
             metrics=tmp_path / f"{tensor_parallel}.jsonl",
             tensor_model_parallel_size=tensor_parallel,
+            sequence_parallel=tensor_parallel > 1 or None,
             **asked,
         )
         assert_same_run(cut, whole)

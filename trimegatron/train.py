@@ -239,7 +239,7 @@ def describe(config: Config, mesh: Mesh, spec: GPTSpec) -> str:
     lines = [
         f"GPT with {spec.num_parameters / 1e6:.2f} M parameters, {config.precision.params_dtype}, on "
         f"{mesh.world.size} × {mesh.device.type}: data {mesh.data.size} × tensor {mesh.tensor.size} × pipeline "
-        f"{mesh.pipeline.size} parallel",
+        f"{mesh.pipeline.size} parallel{', sequence parallel' if config.parallel.sequence_parallel else ''}",
         f"a step is {batch} samples of {config.data.seq_length} tokens, in {config.num_micro_batches} micro-batches of "
         f"{training.micro_batch_size} on each of {mesh.data.size} data-parallel ranks",
         f"learning rate: 0 to {config.optimizer.lr:g} over iterations 0 to {schedule.warmup_samples / batch:g}, "

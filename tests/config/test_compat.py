@@ -120,7 +120,6 @@ def test_options_of_todays_megatron(work: Path, line: str, notes: int) -> None:
         "--save-retain-interval 10",
         "--mock-data",
         "--context-parallel-size 2",
-        "--recompute-modules core_attn",
         "--wandb-project x",
         "--skip-train",
     ],

@@ -7,14 +7,16 @@ import torch
 import torch.nn.functional as F
 
 from tests.parallel import run_ranks
-from trimegatron.mesh import close_mesh, init_mesh, select_device
+from trimegatron.kernels import functional
+from trimegatron.mesh import Axis, close_mesh, init_mesh, select_device
 from trimegatron.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from trimegatron.tensor_parallel.embedding import VocabParallelEmbedding, padded_vocab_size
 from trimegatron.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from trimegatron.tensor_parallel.parameter import make_parameter, spec_of
+from trimegatron.tensor_parallel.remade import Remade
 
 CPU = torch.device("cpu")
-S, B, H, FFN = 5, 3, 8, 16
+S, B, H, FFN = 8, 3, 8, 16
 
 
 def rank_slice(whole: torch.Tensor, spec) -> torch.Tensor:
@@ -27,47 +29,68 @@ def random(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def two_layers(tensor_parallel_size: int) -> dict[str, torch.Tensor]:
-    """Column- then row-parallel, as an MLP without its activation; what it gives, and this rank's gradients."""
+X, DY, W1, B1, W2 = (
+    random(*shape, seed=i) for i, shape in enumerate([(S, B, H), (S, B, H), (FFN, H), (FFN,), (H, FFN)])
+)
+SCALE, SHIFT = 1 + 0.3 * random(H, seed=5), random(H, seed=6)
+
+
+def two_layers(axis: Axis, sequence_parallel: bool, is_remade: bool) -> dict[str, torch.Tensor]:
+    """Norm, column-parallel product, bias-GELU, row-parallel product; what it gives, and this rank's gradients."""
+    settings = {"axis": axis, "init_std": 1.0, "dtype": torch.float32, "device": CPU}
+    settings |= {"sequence_parallel": sequence_parallel}
+    first = ColumnParallelLinear(H, FFN, add_bias=False, **settings)
+    second = RowParallelLinear(FFN, H, **settings)
+    for parameter, values in {first.weight: W1, first.bias: B1, second.weight: W2}.items():
+        parameter.data.copy_(rank_slice(values, spec_of(parameter)))
+    pieces = slice(axis.rank * S // axis.size, (axis.rank + 1) * S // axis.size) if sequence_parallel else slice(S)
+    x, scale, shift = (tensor.clone().requires_grad_() for tensor in (X[pieces], SCALE, SHIFT))
+    normed = Remade.by(functional.layer_norm, x, scale, shift)
+    hidden = first(normed if is_remade else normed.value)
+    active = Remade.by(functional.bias_gelu, hidden, first.bias)
+    y = second(active if is_remade else active.value)
+    y.backward(DY[pieces])
+    wanted = {"dx": x, "scale": scale, "shift": shift, "w1": first.weight, "b1": first.bias, "w2": second.weight}
+    gradients = {name: tensor.grad for name, tensor in wanted.items() if tensor.grad is not None}
+    assert len(gradients) == len(wanted)
+    return {"y": y.detach()} | gradients
+
+
+def every_form(tensor_parallel_size: int) -> list[dict[str, torch.Tensor]]:
+    """``two_layers`` without and with sequence parallelism."""
     mesh = init_mesh(select_device("cpu"), tensor_parallel_size=tensor_parallel_size)
     try:
-        settings = {"axis": mesh.tensor, "init_std": 1.0, "dtype": torch.float32, "device": CPU}
-        first = ColumnParallelLinear(H, FFN, add_bias=True, **settings)
-        second = RowParallelLinear(FFN, H, **settings)
-        whole = {
-            first.weight: random(FFN, H, seed=1),
-            first.bias: random(FFN, seed=2),
-            second.weight: random(H, FFN, seed=3),
-        }
-        for parameter, values in whole.items():
-            parameter.data.copy_(rank_slice(values, spec_of(parameter)))
-        x = random(S, B, H, seed=4).requires_grad_()
-        y = second(first(x).relu())
-        y.backward(random(S, B, H, seed=5))
-        assert x.grad is not None and first.weight.grad is not None
-        gradients = {"w1": first.weight, "b1": first.bias, "w2": second.weight}
-        return {"y": y.detach(), "dx": x.grad} | {
-            name: torch.stack([parameter.grad]) for name, parameter in gradients.items() if parameter.grad is not None
-        }
+        forms = []
+        for sequence_parallel in (False, True):
+            kept, remade = (two_layers(mesh.tensor, sequence_parallel, is_remade) for is_remade in (False, True))
+            assert all(torch.equal(kept[name], remade[name]) for name in kept)
+            forms.append(remade)
+        return forms
     finally:
         close_mesh()
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_linear_layers(size: int):
-    w1, b1, w2 = (random(FFN, H, seed=1), random(FFN, seed=2), random(H, FFN, seed=3))
-    for tensor in (w1, b1, w2):
-        tensor.requires_grad_()
-    x = random(S, B, H, seed=4).requires_grad_()
-    y = F.linear(F.linear(x, w1, b1).relu(), w2)
-    y.backward(random(S, B, H, seed=5))
-    ranks = run_ranks(size, two_layers, size)
-    for rank in ranks:  # what every rank must hold alike
-        torch.testing.assert_close(rank["y"], y.detach())
-        torch.testing.assert_close(rank["dx"], x.grad)
-    for name, parameter, dim in (("w1", w1, 0), ("b1", b1, 0), ("w2", w2, 1)):
-        gathered = torch.cat([rank[name][0] for rank in ranks], dim=dim)
-        torch.testing.assert_close(gathered, parameter.grad)
+    """Against the unsharded formulas; remaking an input instead of keeping it changes no bit."""
+    parameters = {"dx": X, "scale": SCALE, "shift": SHIFT, "w1": W1, "b1": B1, "w2": W2}
+    whole = {name: tensor.clone().requires_grad_() for name, tensor in parameters.items()}
+    normed = F.layer_norm(whole["dx"], (H,), whole["scale"], whole["shift"])
+    hidden = F.gelu(F.linear(normed, whole["w1"], whole["b1"]), approximate="tanh")
+    y = F.linear(hidden, whole["w2"])
+    y.backward(DY)
+    expected = {"y": y.detach()} | {name: tensor.grad for name, tensor in whole.items()}
+    for sequence_parallel, ranks in enumerate(zip(*run_ranks(size, every_form, size), strict=True)):
+        for name, want in expected.items():
+            pieces = [rank[name] for rank in ranks]
+            if name in ("w1", "b1", "w2"):
+                got = torch.cat(pieces, dim=1 if name == "w2" else 0)
+            elif not sequence_parallel:  # every rank holds it alike
+                assert all(torch.equal(piece, pieces[0]) for piece in pieces)
+                got = pieces[0]
+            else:
+                got = torch.stack(pieces).sum(0) if name in ("scale", "shift") else torch.cat(pieces)
+            torch.testing.assert_close(got, want, msg=f"{name}, sequence parallel {bool(sequence_parallel)}")
 
 
 def embed_and_score(tensor_parallel_size: int, vocab_size: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:

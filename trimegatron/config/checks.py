@@ -86,6 +86,20 @@ def _check_shapes(config: Config) -> None:
                 f"{value} / {tp} leaves {value % tp}",
                 "Change one of the two.",
             )
+    if config.parallel.sequence_parallel and config.data.seq_length % tp:
+        fail(
+            "seq_length",
+            config.data.seq_length,
+            f"must be a multiple of --tensor-model-parallel-size ({tp}) with --sequence-parallel",
+            f"{config.data.seq_length} / {tp} leaves {config.data.seq_length % tp}",
+            "Change one of the two, or leave --sequence-parallel out.",
+        )
+    if config.recompute.recompute_num_layers > model.num_layers:
+        fail(
+            "recompute_num_layers",
+            config.recompute.recompute_num_layers,
+            f"must not be above --num-layers ({model.num_layers})",
+        )
     if config.data.seq_length > model.max_position_embeddings:
         fail(
             "seq_length",

@@ -56,7 +56,6 @@ ONE_BUFFER = "gradients always lie in contiguous buffers, reduced by this packag
 TENSORBOARD = "TensorBoard gets losses, learning rate, gradient norm and loss scale; metrics.jsonl has the rest"
 TIMING = "there are no per-phase timers; every log line has the time per iteration"
 GPT2_MODEL = "The model is GPT-2's: learned positions, layer norm, GELU, biases, tied output. Leave it out."
-DENSE_RECOMPUTE = "Leave it out; where memory is short lower --micro-batch-size or raise the tensor parallel size."
 
 FOREIGN: tuple[Foreign, ...] = (
     # Model
@@ -104,7 +103,6 @@ FOREIGN: tuple[Foreign, ...] = (
     _ignored("fp16_lm_cross_entropy", False, "the cross entropy is always computed in float32"),
     # Parallelism
     _never("model_parallel_size", None, "Use --tensor-model-parallel-size.", str),
-    _later("sequence_parallel", False, "Leave it out; --tensor-model-parallel-size works without it."),
     _later("context_parallel_size", 1, "Leave it out."),
     _ignored("DDP_impl", "local", ONE_BUFFER),
     _ignored("contiguous_buffers_in_local_ddp", True, ONE_BUFFER),
@@ -117,17 +115,12 @@ FOREIGN: tuple[Foreign, ...] = (
     _ignored("lazy_mpu_init", None, "process groups are made once, before the model", list[str]),
     _ignored("local_rank", None, "the launcher's environment variable LOCAL_RANK is used", int),
     # Recompute and fusion
-    _later("recompute_activations", False, DENSE_RECOMPUTE),
-    _later("recompute_granularity", None, DENSE_RECOMPUTE, str),
-    _later("recompute_method", None, DENSE_RECOMPUTE, str),
-    _later("recompute_num_layers", 1, DENSE_RECOMPUTE),
-    _later("recompute_modules", None, DENSE_RECOMPUTE, list[str]),
-    _later("distribute_saved_activations", False, DENSE_RECOMPUTE),
-    _never(
-        "checkpoint_activations",
+    _later(
+        "distribute_saved_activations",
         False,
-        "Its successor, --recompute-granularity full --recompute-method uniform, is not supported yet.",
+        "Use --sequence-parallel: what is kept between layers is then a piece of the sequence on each rank.",
     ),
+    _never("checkpoint_activations", False, "Use --recompute-granularity full --recompute-method uniform."),
     _ignored("masked_softmax_fusion", True, "--attention-backend and --kernels choose the softmax"),
     _ignored("bias_dropout_fusion", True, "--kernels reference turns fused operations off, all together"),
     _ignored("no_persist_layer_norm", False, "--kernels chooses the layer norm"),

@@ -10,6 +10,7 @@ from trimegatron.config.checks import check_config, check_global_batch, check_le
 from trimegatron.config.flags import build
 from trimegatron.config.groups import ModelConfig, OptimizerConfig, ParallelConfig, PrecisionConfig, TrainingConfig
 from trimegatron.config.io_groups import CheckpointConfig, DataConfig, LoggingConfig
+from trimegatron.config.recompute import RecomputeConfig
 from trimegatron.config.schedule import Schedule
 from trimegatron.errors import ConfigError
 
@@ -28,6 +29,7 @@ class Config:
     data: DataConfig
     precision: PrecisionConfig = dataclasses.field(default_factory=PrecisionConfig)
     parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig)
+    recompute: RecomputeConfig = dataclasses.field(default_factory=RecomputeConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     logging: LoggingConfig = dataclasses.field(default_factory=LoggingConfig)
 
@@ -110,6 +112,7 @@ GROUPS: dict[str, type] = {
     "precision": PrecisionConfig,
     "data": DataConfig,
     "parallel": ParallelConfig,
+    "recompute": RecomputeConfig,
     "checkpoint": CheckpointConfig,
     "logging": LoggingConfig,
 }

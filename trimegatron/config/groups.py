@@ -288,6 +288,9 @@ class ParallelConfig(Options):
     decoder_last_pipeline_num_layers: int | None = option(
         None, "layers of the last pipeline stage", unit="layers", minimum=1
     )
+    sequence_parallel: bool = option(
+        False, "between tensor-parallel layers each rank holds a piece of the sequence; off at tensor parallel size 1"
+    )
     use_distributed_optimizer: bool = option(
         False, "cut optimizer state and float32 main copy over the data-parallel ranks (ZeRO 1)"
     )
@@ -327,6 +330,8 @@ class ParallelConfig(Options):
                 "acts with --use-distributed-optimizer only: without it every rank updates all parameters",
                 way_out="Add that, or leave this out.",
             )
+        if tp == 1:
+            self._derive(sequence_parallel=False)
 
     @property
     def data_parallel_size(self) -> int:

@@ -129,6 +129,16 @@ def _idle_options(config: Config, given: Given) -> list[str]:
                 "use_checkpoint_opt_param_scheduler",
             )
         ),
+        (
+            "recompute_num_layers",
+            config.recompute.recompute_granularity != "full",
+            "it counts layers of --recompute-granularity full",
+        ),
+        (
+            "recompute_modules",
+            config.recompute.recompute_granularity != "selective",
+            "it says what --recompute-granularity selective replays",
+        ),
         *(
             (name, not config.precision.fp16, "only --fp16 scales the loss")
             for name in ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")

@@ -5,8 +5,8 @@ Legend: s sequence, b micro-batch, h hidden, n heads on this rank, d head size, 
 
 from __future__ import annotations
 
-import functools
 import math
+from functools import cached_property, partial
 
 import torch
 import torch.nn.functional as F
@@ -14,8 +14,10 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trimegatron.kernels import functional
+from trimegatron.model.recompute import replay
 from trimegatron.model.spec import GPTSpec
 from trimegatron.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from trimegatron.tensor_parallel.remade import Remade
 
 MASKED_SDPA = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """All but cuDNN: with an explicit mask its backward gave NaN on H100 and H200 (PyTorch issue 196678). The first takes
@@ -36,7 +38,7 @@ class DocumentMask:
         self.document_starts = document_starts
         self._bias: torch.Tensor | None = None
 
-    @functools.cached_property
+    @cached_property
     def hidden(self) -> torch.Tensor:
         """bool [b, 1, s, s], True where the query does not see the key."""
         position = torch.arange(self.document_starts.shape[1], device=self.document_starts.device)
@@ -67,6 +69,7 @@ class SelfAttention(nn.Module):
             axis=spec.tensor,
             init_std=spec.init_method_std,
             add_bias=True,
+            sequence_parallel=spec.sequence_parallel,
             dtype=spec.dtype,
             device=spec.device,
         )
@@ -75,25 +78,27 @@ class SelfAttention(nn.Module):
             spec.hidden_size,
             axis=spec.tensor,
             init_std=spec.output_init_std,
+            sequence_parallel=spec.sequence_parallel,
             dtype=spec.dtype,
             device=spec.device,
         )
         self.num_heads = spec.num_attention_heads // spec.tensor.size
         self.head_size = spec.kv_channels
         self.core = AttentionCore(spec, layer)
+        self.replays_core = spec.recompute.replays_core
 
     @property
     def output_bias(self) -> nn.Parameter:
         return self.dense.bias
 
     def forward(
-        self, x: torch.Tensor, sample_numbers: torch.Tensor | None, mask: DocumentMask | None = None
+        self, x: torch.Tensor | Remade, sample_numbers: torch.Tensor | None, mask: DocumentMask | None = None
     ) -> torch.Tensor:
-        s, b, _ = x.shape
-        qkv = self.query_key_value(x).view(s, b, self.num_heads, 3, self.head_size)
+        qkv = self.query_key_value(x).unflatten(-1, (self.num_heads, 3, self.head_size))
         q, k, v = (part.permute(1, 2, 0, 3) for part in qkv.unbind(dim=3))  # each [b, n, s, d]
-        context = self.core(q, k, v, sample_numbers, mask)  # [b, n, s, d]
-        return self.dense(context.permute(2, 0, 1, 3).reshape(s, b, self.num_heads * self.head_size))
+        core = partial(replay, self.core) if self.replays_core else self.core
+        context = core(q, k, v, sample_numbers, mask)  # [b, n, s, d]
+        return self.dense(context.permute(2, 0, 1, 3).flatten(-2))
 
 
 class AttentionCore(nn.Module):
@@ -133,7 +138,12 @@ class AttentionCore(nn.Module):
                 return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
             with sdpa_kernel(MASKED_SDPA):
                 return F.scaled_dot_product_attention(q, k, v, attn_mask=mask.bias(q.dtype), scale=self.scale)
-        scores = torch.matmul(q * (self.scale / self.score_divisor), k.transpose(-1, -2))  # [b, n, s, s]
+        # As [b n, s, d] views, which products take as they are: nothing of q, k and v is copied, nor kept beside them.
+        heads = q.shape[:2]
+        q, k, v = (tensor.flatten(0, 1) for tensor in (q, k, v))
+        scores = torch.baddbmm(
+            q.new_zeros(1, 1, 1), q, k.transpose(1, 2), beta=0, alpha=self.scale / self.score_divisor
+        ).unflatten(0, heads)  # [b, n, s, s]
         if mask is None:
             probabilities = functional.scaled_causal_softmax(scores, self.score_divisor, impl=self.kernels)
         else:
@@ -150,4 +160,4 @@ class AttentionCore(nn.Module):
                 training=True,
                 impl=self.kernels,
             )
-        return torch.matmul(probabilities, v)
+        return torch.bmm(probabilities.flatten(0, 1), v).unflatten(0, heads)

@@ -10,6 +10,7 @@ from trimegatron.data_parallel.buffer import ParameterBuffer
 from trimegatron.mesh import Axis, Mesh
 from trimegatron.model.gpt import GPTChunks, GPTStage
 from trimegatron.model.init import initialize
+from trimegatron.model.recompute import Recompute
 from trimegatron.model.spec import GPTSpec
 from trimegatron.pipeline_parallel.partition import partition_layers
 from trimegatron.tensor_parallel.embedding import padded_vocab_size
@@ -41,6 +42,12 @@ def model_spec(config: Config, *, tensor: Axis, device: torch.device, dtype: tor
         dtype=dtype or getattr(torch, config.precision.params_dtype),
         device=device,
         tensor=tensor,
+        sequence_parallel=config.parallel.sequence_parallel and tensor.size > 1,
+        recompute=Recompute(
+            config.recompute.recompute_granularity,
+            config.recompute.recompute_method,
+            config.recompute.recompute_num_layers,
+        ),
     )
 
 

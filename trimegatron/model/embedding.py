@@ -18,11 +18,17 @@ class PositionEmbedding(nn.Module):
     def __init__(self, spec: GPTSpec):
         super().__init__()
         shape = (spec.max_position_embeddings, spec.hidden_size)
-        self.weight = make_parameter(shape, init_std=spec.init_method_std, dtype=spec.dtype, device=spec.device)
+        self.weight = make_parameter(
+            shape,
+            init_std=spec.init_method_std,
+            is_partial=spec.sequence_parallel,
+            dtype=spec.dtype,
+            device=spec.device,
+        )
 
 
 class GPTEmbedding(nn.Module):
-    """dropout(word[token] + position[0 … s−1, or position_ids]): tokens [b, s] -> [s, b, h].
+    """dropout(word[token] + position[0 … s−1, or position_ids]): tokens [b, s] -> [s, b, h], or this rank's piece.
 
     ``is_tied``: another pipeline stage holds the word table too. The copy, for the head of the last stage, is one
     without positions.
@@ -38,11 +44,13 @@ class GPTEmbedding(nn.Module):
             init_std=spec.init_method_std,
             is_tied=is_tied,
             is_tied_copy=not with_positions,
+            sequence_parallel=spec.sequence_parallel,
             dtype=spec.dtype,
             device=spec.device,
         )
         if with_positions:
             self.position_embeddings = PositionEmbedding(spec)
+        self.sequence_rank = spec.sequence_rank
         self.dropout = spec.hidden_dropout
         self.seed = spec.seed
         self.kernels = spec.kernels
@@ -50,14 +58,16 @@ class GPTEmbedding(nn.Module):
     def forward(
         self, tokens: torch.Tensor, sample_numbers: torch.Tensor | None, position_ids: torch.Tensor | None = None
     ) -> torch.Tensor:
-        words = self.word_embeddings(tokens).transpose(0, 1)  # [s, b, h]
+        words = self.word_embeddings(tokens.t())  # [s, b, h], or this rank's piece
+        start = self.sequence_rank * words.shape[0]
+        here = slice(start, start + words.shape[0])
         table = self.position_embeddings.weight
         if position_ids is None:
-            positions = table[: words.shape[0]].unsqueeze(1)  # [s, 1, h]
+            positions = table[here].unsqueeze(1)  # [s, 1, h]
         else:
-            positions = F.embedding(position_ids.transpose(0, 1), table)  # [s, b, h]
+            positions = F.embedding(position_ids.t()[here], table)  # [s, b, h]
         return functional.bias_dropout_add(
-            (words + positions).contiguous(),
+            words + positions,
             None,
             None,
             p=self.dropout,
@@ -65,6 +75,7 @@ class GPTEmbedding(nn.Module):
             sample_numbers=sample_numbers,
             site=functional.Site.EMBEDDING,
             layer=0,
+            position_offset=start,
             training=self.training,
             impl=self.kernels,
         )

@@ -1,11 +1,12 @@
 """GPT, cut into stages: embedding | layers | head with the loss inside.
 
-Legend: s sequence, b micro-batch, h hidden, v this rank's columns of the padded vocabulary.
+Legend: s sequence, b micro-batch, h hidden, v this rank's columns of the padded vocabulary, t tensor-parallel size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import nn
@@ -14,9 +15,11 @@ from trimegatron.model.attention import DocumentMask
 from trimegatron.model.embedding import GPTEmbedding
 from trimegatron.model.layer import TransformerLayer
 from trimegatron.model.norm import LayerNorm
+from trimegatron.model.recompute import replay
 from trimegatron.model.spec import GPTSpec
 from trimegatron.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from trimegatron.tensor_parallel.linear import column_parallel_linear
+from trimegatron.tensor_parallel.region import Region
 
 
 class GPTStage(nn.Module):
@@ -35,7 +38,8 @@ class GPTStage(nn.Module):
         self.layers = nn.ModuleDict({str(layer): TransformerLayer(spec, layer) for layer in layers})
         if is_last:
             self.final_layernorm = LayerNorm(spec)
-        self.group = spec.tensor.group
+        self.region = Region(spec.tensor.group, spec.sequence_parallel)
+        self.recompute = spec.recompute
 
     def forward(
         self,
@@ -48,7 +52,7 @@ class GPTStage(nn.Module):
         document_starts: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Tokens [b, s], or the previous stage's [s, b, h] -> [s, b, h]; on the last stage the loss, or without
-        labels the logits.
+        labels the logits. With sequence parallelism stages exchange [s/t, b, h].
 
         Args:
             labels: [b, s], the token after each.
@@ -64,14 +68,16 @@ class GPTStage(nn.Module):
         if self.is_first:
             x = self.embedding(x, sample_numbers, position_ids)
         mask = None if document_starts is None else DocumentMask(document_starts)
-        for layer in self.layers.values():
-            x = layer(x, sample_numbers, mask)
+        layers = list(self.layers.values())
+        for run in self.recompute.runs(len(layers)):
+            apply = partial(apply_layers, layers[run.start : run.stop])
+            x = replay(apply, x, sample_numbers, mask) if run.is_replayed else apply(x, sample_numbers, mask)
         return self.head(x, labels, loss_mask) if self.is_last else x
 
     def head(self, x: torch.Tensor, labels: torch.Tensor | None, loss_mask: torch.Tensor | None) -> torch.Tensor:
         """Final norm, logits over the tied table, loss."""
         words = self.embedding.word_embeddings
-        logits = column_parallel_linear(self.final_layernorm(x), words.weight, None, self.group)
+        logits = column_parallel_linear(self.final_layernorm(x), words.weight, None, self.region)
         if labels is None:
             return logits
         loss = vocab_parallel_cross_entropy(
@@ -79,7 +85,7 @@ class GPTStage(nn.Module):
             labels.transpose(0, 1),
             vocab_start=words.vocab_start,
             num_valid=words.num_valid,
-            group=self.group,
+            group=self.region.group,
         )  # [s, b]
         if loss_mask is not None:
             loss = loss * loss_mask.transpose(0, 1)
@@ -97,3 +103,12 @@ class GPTChunks(nn.ModuleList):
     ) -> Iterator[tuple[str, nn.Parameter]]:
         for stage in self:
             yield from stage.named_parameters(prefix, recurse, remove_duplicate)
+
+
+def apply_layers(
+    layers: list[nn.Module], x: torch.Tensor, sample_numbers: torch.Tensor | None, mask: DocumentMask | None
+) -> torch.Tensor:
+    """One layer after the other: [s, b, h] -> [s, b, h]."""
+    for layer in layers:
+        x = layer(x, sample_numbers, mask)
+    return x

@@ -13,7 +13,8 @@ from trimegatron.model.spec import GPTSpec
 
 
 class TransformerLayer(nn.Module):
-    """x += dropout(attention(norm(x)) + b); x += dropout(mlp(norm(x)) + b): [s, b, h] -> [s, b, h].
+    """x += dropout(attention(norm(x)) + b); x += dropout(mlp(norm(x)) + b): [s, b, h] -> [s, b, h], or with
+    sequence parallelism this rank's piece of either.
 
     ``layer`` is the global layer number, from 0: it names the parameters and it is part of the dropout masks' key.
     """
@@ -25,6 +26,7 @@ class TransformerLayer(nn.Module):
         self.post_attention_layernorm = LayerNorm(spec)
         self.mlp = MLP(spec)
         self.layer = layer
+        self.sequence_rank = spec.sequence_rank
         self.dropout = spec.hidden_dropout
         self.seed = spec.seed
         self.kernels = spec.kernels
@@ -55,6 +57,7 @@ class TransformerLayer(nn.Module):
             sample_numbers=sample_numbers,
             site=site,
             layer=self.layer,
+            position_offset=self.sequence_rank * y.shape[0],
             training=self.training,
             impl=self.kernels,
         )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from trimegatron.mesh import Axis
+from trimegatron.model.recompute import Recompute
 
 
 @dataclass(frozen=True)
@@ -41,9 +42,19 @@ class GPTSpec:
     dtype: torch.dtype = torch.float32
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     tensor: Axis = field(default_factory=Axis)
+    sequence_parallel: bool = False
+    """Between tensor-parallel regions a rank holds its own piece of the sequence; only where ``tensor`` is cut."""
+    recompute: Recompute = field(default_factory=Recompute)
+
+    @property
+    def sequence_rank(self) -> int:
+        """Which piece of the sequence this rank holds between tensor-parallel regions; 0 where it is not cut."""
+        return self.tensor.rank if self.sequence_parallel else 0
 
     def activation(self, seq_length: int, micro_batch_size: int) -> torch.Tensor:
-        """What one pipeline stage sends the next, without storage: [s, b, h]."""
+        """What one pipeline stage sends the next, without storage: [s, b, h], or this rank's piece of the sequence."""
+        if self.sequence_parallel:
+            seq_length //= self.tensor.size
         return torch.empty(seq_length, micro_batch_size, self.hidden_size, dtype=self.dtype, device="meta")
 
     @property

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed import ProcessGroup
 
 from trimegatron.mesh import Axis
 from trimegatron.tensor_parallel.parameter import make_parameter, spec_of
+from trimegatron.tensor_parallel.region import LeaveRegion, Region
 
 
 def padded_vocab_size(vocab_size: int, divisible_by: int, tensor_parallel_size: int) -> int:
@@ -20,22 +17,8 @@ def padded_vocab_size(vocab_size: int, divisible_by: int, tensor_parallel_size: 
     return -(-vocab_size // multiple) * multiple
 
 
-class SumOverRanks(torch.autograd.Function):
-    """Forward: all-reduce, into its own argument; backward: identity, since every rank goes on with the same value."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-        ctx.mark_dirty(x)
-        dist.all_reduce(x, group=group)
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
-        return dy, None
-
-
 class VocabParallelEmbedding(nn.Module):
-    """Rows of the embedding table by token: [b, s] -> [b, s, h].
+    """Rows of the embedding table by token: [s, b] -> [s, b, h], with sequence parallelism [s/t, b, h].
 
     A rank looks up the tokens it holds, puts zero for the others, and the sum over ranks is the embedding.
     ``weight`` is [padded vocabulary / t, h]; the padding is zero and stays zero.
@@ -51,6 +34,7 @@ class VocabParallelEmbedding(nn.Module):
         init_std: float,
         is_tied: bool = False,
         is_tied_copy: bool = False,
+        sequence_parallel: bool = False,
         dtype: torch.dtype,
         device: torch.device,
     ):
@@ -66,14 +50,14 @@ class VocabParallelEmbedding(nn.Module):
             dtype=dtype,
             device=device,
         )
-        self.group = axis.group
+        self.region = Region(axis.group, sequence_parallel)
         self.vocab_start = axis.rank * self.weight.shape[0]
         self.num_valid = spec_of(self.weight).extent[0]
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        if self.group is None:
+        if self.region.group is None:
             return F.embedding(tokens, self.weight)
         local = tokens - self.vocab_start
         is_elsewhere = (local < 0) | (local >= self.weight.shape[0])
         rows = F.embedding(local.masked_fill(is_elsewhere, 0), self.weight)
-        return SumOverRanks.apply(rows.masked_fill(is_elsewhere.unsqueeze(-1), 0.0), self.group)
+        return LeaveRegion.apply(rows.masked_fill(is_elsewhere.unsqueeze(-1), 0.0), self.region)

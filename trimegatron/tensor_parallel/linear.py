@@ -1,70 +1,87 @@
 """Linear layers cut over the tensor-parallel group.
 
-Legend: s sequence, b micro-batch, i input features, o output features; a rank holds i/t or o/t of them.
-Source: Shoeybi et al., "Megatron-LM" (2019), section 3.
+Legend: s sequence, b micro-batch, i input features, o output features, t tensor-parallel size; a rank holds i/t or o/t
+of them. With sequence parallelism what comes into a column-parallel layer and out of a row-parallel one is [s/t, b, …].
+Source: Shoeybi et al., "Megatron-LM" (2019), section 3; ``region.py`` says what is exchanged.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
-from torch.distributed import ProcessGroup
 
 from trimegatron.mesh import Axis
 from trimegatron.tensor_parallel.parameter import make_parameter
+from trimegatron.tensor_parallel.region import Region
+from trimegatron.tensor_parallel.remade import Remade
 
 
 class ColumnParallelMatmul(torch.autograd.Function):
-    """y = x Wᵀ (+ bias) with W cut by output features: no communication forward, one all-reduce of dx backward.
+    """y = x Wᵀ (+ bias) with W cut by output features: x enters the region, in backward dx leaves it.
 
-    Backward starts the all-reduce of dx and computes dW while it runs.
+    Backward sends dx off and computes dW meanwhile. What is kept of x is the rank's own piece, or what it is remade
+    from; it enters once more for dW, while dx is computed.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: ProcessGroup
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        region: Region,
+        remake: Callable[..., torch.Tensor],
+        *sources: torch.Tensor,
     ) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.has_bias = bias is not None
-        ctx.group = group
-        return F.linear(x, weight, bias)
+        ctx.save_for_backward(weight, *sources)
+        ctx.has_bias, ctx.region, ctx.remake = bias is not None, region, remake
+        return F.linear(region.enter(x).wait(), weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
-        x, weight = ctx.saved_tensors
-        dx = work = dbias = None
-        if ctx.needs_input_grad[0]:
-            dx = dy.matmul(weight)
-            work = dist.all_reduce(dx, group=ctx.group, async_op=True)
-        dweight = weight_gradient(dy, x)
-        if ctx.has_bias:
-            dbias = dy.flatten(0, -2).sum(dim=0)
-        if work is not None:
-            work.wait()
-        return dx, dweight, dbias, None
+        weight, *sources = ctx.saved_tensors
+        entering = ctx.region.enter(ctx.remake(*sources))
+        leaving = ctx.region.leave(dy.matmul(weight)) if ctx.needs_input_grad[0] else None
+        dweight = weight_gradient(dy, entering.wait())
+        dbias = dy.flatten(0, -2).sum(dim=0) if ctx.has_bias else None
+        dx = leaving.wait() if leaving is not None else None
+        return dx, dweight, dbias, None, None, *(None for _ in sources)
 
 
 class RowParallelMatmul(torch.autograd.Function):
-    """y = Σ over ranks of x Wᵀ with W cut by input features: one all-reduce of y forward, no communication backward."""
+    """y = Σ over ranks of x Wᵀ with W cut by input features: y leaves the region, in backward dy enters it.
+
+    While dy enters, backward makes x again.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        y = F.linear(x, weight)
-        dist.all_reduce(y, group=group)
-        return y
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        region: Region,
+        remake: Callable[..., torch.Tensor],
+        *sources: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(weight, *sources)
+        ctx.region, ctx.remake = region, remake
+        return region.leave(F.linear(x, weight)).wait()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
-        x, weight = ctx.saved_tensors
-        return dy.matmul(weight), weight_gradient(dy, x), None
+        weight, *sources = ctx.saved_tensors
+        entering = ctx.region.enter(dy)
+        x = ctx.remake(*sources)
+        dy = entering.wait()
+        dx = dy.matmul(weight) if ctx.needs_input_grad[0] else None
+        return dx, weight_gradient(dy, x), None, None, *(None for _ in sources)
 
 
 def weight_gradient(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -73,7 +90,7 @@ def weight_gradient(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 class ColumnParallelLinear(nn.Module):
-    """Linear layer whose output features are cut over ``axis``: [s, b, i] on every rank -> [s, b, o/t].
+    """Linear layer whose output features are cut over ``axis``: [s, b, i] -> [s, b, o/t].
 
     Args:
         add_bias: add the bias here. Where the next operation fuses it, False, and the caller takes ``self.bias``.
@@ -87,6 +104,7 @@ class ColumnParallelLinear(nn.Module):
         axis: Axis,
         init_std: float,
         add_bias: bool,
+        sequence_parallel: bool = False,
         dtype: torch.dtype,
         device: torch.device,
     ):
@@ -94,16 +112,16 @@ class ColumnParallelLinear(nn.Module):
         where: dict[str, Any] = {"shard_dim": 0, "axis": axis, "dtype": dtype, "device": device}
         self.weight = make_parameter((output_size, input_size), init_std=init_std, **where)
         self.bias = make_parameter((output_size,), **where)
-        self.group = axis.group
+        self.region = Region(axis.group, sequence_parallel)
         self.add_bias = add_bias
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor | Remade) -> torch.Tensor:
         bias = self.bias if self.add_bias else None
-        return column_parallel_linear(x, self.weight, bias, self.group)
+        return column_parallel_linear(x, self.weight, bias, self.region)
 
 
 class RowParallelLinear(nn.Module):
-    """Linear layer whose input features are cut over ``axis``: [s, b, i/t] -> [s, b, o] on every rank.
+    """Linear layer whose input features are cut over ``axis``: [s, b, i/t] -> [s, b, o].
 
     The bias is not added here: it comes after the reduction, fused with dropout and residual. The caller takes
     ``self.bias``.
@@ -116,6 +134,7 @@ class RowParallelLinear(nn.Module):
         *,
         axis: Axis,
         init_std: float,
+        sequence_parallel: bool = False,
         dtype: torch.dtype,
         device: torch.device,
     ):
@@ -123,19 +142,17 @@ class RowParallelLinear(nn.Module):
         self.weight = make_parameter(
             (output_size, input_size), shard_dim=1, axis=axis, init_std=init_std, dtype=dtype, device=device
         )
-        self.bias = make_parameter((output_size,), dtype=dtype, device=device)
-        self.group = axis.group
+        self.bias = make_parameter((output_size,), is_partial=sequence_parallel, dtype=dtype, device=device)
+        self.region = Region(axis.group, sequence_parallel)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.group is None:
-            return F.linear(x, self.weight)
-        return RowParallelMatmul.apply(x, self.weight, self.group)
+    def forward(self, x: torch.Tensor | Remade) -> torch.Tensor:
+        x = Remade.of(x)
+        return RowParallelMatmul.apply(x.value, self.weight, self.region, x.function, *x.sources)
 
 
 def column_parallel_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: ProcessGroup | None
+    x: torch.Tensor | Remade, weight: torch.Tensor, bias: torch.Tensor | None, region: Region
 ) -> torch.Tensor:
     """The functional form: also the output head, whose weight belongs to the embedding."""
-    if group is None:
-        return F.linear(x, weight, bias)
-    return ColumnParallelMatmul.apply(x, weight, bias, group)
+    x = Remade.of(x)
+    return ColumnParallelMatmul.apply(x.value, weight, bias, region, x.function, *x.sources)
