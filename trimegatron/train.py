@@ -213,17 +213,22 @@ def describe(config: Config, mesh: Mesh, buffer: ParameterBuffer) -> str:
     """A few lines on what is about to run."""
     training, schedule = config.training, config.schedule
     num_parameters = sum(torch.Size(piece.spec.global_shape).numel() for piece in buffer.slices)
-    batch = training.global_batch_size
+    batch, sizes = training.global_batch_size, training.batch_sizes
     lines = [
         f"GPT with {num_parameters / 1e6:.2f} M parameters, {config.precision.params_dtype}, on {mesh.world.size} × "
         f"{mesh.device.type}: data {mesh.data.size} × tensor {mesh.tensor.size} × pipeline {mesh.pipeline.size} "
         "parallel",
         f"a step is {batch} samples of {config.data.seq_length} tokens, in {config.num_micro_batches} micro-batches of "
         f"{training.micro_batch_size} on each of {mesh.data.size} data-parallel ranks",
-        f"learning rate: 0 to {config.optimizer.lr:g} over iterations 0 to {schedule.warmup_samples / batch:g}, "
-        f"{config.optimizer.lr_decay_style} to {config.optimizer.min_lr:g} at {schedule.decay_samples / batch:g} "
-        f"(warm-up included); the run ends at {training.train_iters}",
+        f"learning rate: 0 to {config.optimizer.lr:g} over iterations 0 to "
+        f"{sizes.iteration_at(schedule.warmup_samples):g}, {config.optimizer.lr_decay_style} to "
+        f"{config.optimizer.min_lr:g} at {sizes.iteration_at(schedule.decay_samples):g} (warm-up included); the run "
+        f"ends at {training.train_iters}",
     ]
+    if sizes.start < batch:
+        lines.insert(
+            2, f"until sample {sizes.ramp_samples}: steps of {sizes.start} samples and {sizes.increment} more at a time"
+        )
     path = metrics_path(config)
     lines.append(f"metrics: {path}" if path else "metrics are not written: give --save or --metrics-file")
     return "\n".join(lines)

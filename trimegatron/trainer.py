@@ -46,6 +46,7 @@ class StepResult:
     loss: float
     grad_norm: float
     is_skipped: bool
+    num_samples: int
 
 
 class Trainer:
@@ -119,11 +120,16 @@ class Trainer:
                 self.evaluate("valid", self.datasets.valid, window=progress.iteration // training.eval_interval)
             self.evaluate("test", self.datasets.test, window=0)
 
+    @property
+    def batch_size(self) -> int:
+        """Samples of the next step, all replicas together."""
+        return self.config.training.batch_sizes.at(self.progress.consumed_samples)
+
     def is_finished(self) -> bool:
         """Whether the run's iterations are done, or its samples where it is one by samples."""
         training, progress = self.config.training, self.progress
         if training.train_samples is not None:
-            return progress.consumed_samples + training.global_batch_size > training.train_samples
+            return progress.consumed_samples + self.batch_size > training.train_samples
         return progress.iteration >= training.train_iters
 
     def should_exit(self) -> bool:
@@ -144,15 +150,14 @@ class Trainer:
 
     def step_and_report(self, batches: Iterator[Batch]) -> None:
         """One training step, and its line: rate and loss scale are those after the step, as Megatron's."""
-        config, progress = self.config, self.progress
+        progress = self.progress
         result = self.train_step(batches)
-        samples = config.training.global_batch_size
         progress.iteration += 1
-        progress.consumed_samples += samples
+        progress.consumed_samples += result.num_samples
         if result.is_skipped:
             progress.skipped_iterations += 1
         else:
-            progress.scheduled_samples += samples
+            progress.scheduled_samples += result.num_samples
         is_nan = not math.isfinite(result.loss)
         progress.nan_iterations += is_nan
         self.metrics.step(
@@ -167,7 +172,8 @@ class Trainer:
                 "nan": int(is_nan),
                 **self.optional_norms(),
             },
-            num_samples=samples,
+            num_samples=result.num_samples,
+            is_last=self.is_finished(),
         )
 
     def train_step(self, batches: Iterator[Batch]) -> StepResult:
@@ -177,11 +183,13 @@ class Trainer:
         cutting the batch gives the same gradient; the factor to the mean over the unmasked tokens comes after the
         sum over ranks.
         """
-        config = self.config
-        all_tokens = config.training.global_batch_size * config.data.seq_length
+        config, num_samples = self.config, self.batch_size
+        all_tokens = num_samples * config.data.seq_length
         self.buffer.zero_grad()
         loss_sum, num_tokens = run_micro_batches(
-            self.model, self.take(batches), backward_scale=self.scaler.scale / all_tokens
+            self.model,
+            self.take(batches, config.micro_batches_of(num_samples)),
+            backward_scale=self.scaler.scale / all_tokens,
         )
         self.buffer.reduce_grads(self.mesh.data)
         loss_sum, num_tokens = self.sum_over_replicas(loss_sum, num_tokens)
@@ -190,7 +198,7 @@ class Trainer:
         loss, grad_norm = torch.stack([loss_sum / num_tokens.clamp(min=1.0), norm]).tolist()
         overflowed = not math.isfinite(grad_norm)
         if overflowed:
-            self.check_overflow(loss)
+            self.check_overflow(loss, num_samples)
         else:
             progress = self.progress
             self.optimizer.step(
@@ -199,9 +207,9 @@ class Trainer:
                 grad_multiplier=unscale * clip_factor(norm, config.optimizer.clip_grad),
             )
         self.scaler.update(overflowed)
-        return StepResult(loss, grad_norm, overflowed)
+        return StepResult(loss, grad_norm, overflowed, num_samples)
 
-    def check_overflow(self, loss: float) -> None:
+    def check_overflow(self, loss: float, num_samples: int) -> None:
         """Gradients that are not finite never touch the weights. With fp16 the scale adapts; else the run has diverged.
 
         Raises:
@@ -219,7 +227,7 @@ class Trainer:
             reason += f" at the smallest loss scale, {self.scaler.scale:g}"
         raise DivergedError(
             f"training diverged at iteration {progress.iteration + 1} (samples {first} to "
-            f"{first + config.training.global_batch_size - 1} of the run): {reason}. Lower --lr or lengthen the "
+            f"{first + num_samples - 1} of the run): {reason}. Lower --lr or lengthen the "
             "warm-up; --no-check-for-nan-in-loss-and-grad skips such steps instead"
         )
 
@@ -236,7 +244,7 @@ class Trainer:
             totals = torch.zeros(3, device=self.mesh.device, dtype=torch.float64)
             with closing(self.loader(dataset, first_sample)) as batches:
                 for _ in range(eval_iters):
-                    micro_batches = list(self.take(batches))
+                    micro_batches = list(self.take(batches, config.num_micro_batches))
                     loss_sum, num_tokens = run_micro_batches(self.model, micro_batches, backward_scale=None)
                     totals += torch.stack([loss_sum, num_tokens, self.count_bytes(micro_batches)])
             self.model.train()
@@ -291,14 +299,14 @@ class Trainer:
             if note is not None:
                 self.say(f"note: {note}")
 
-    def take(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """The micro-batches of one global batch, on the device.
+    def take(self, batches: Iterator[Batch], num_micro_batches: int) -> Iterator[Batch]:
+        """This rank's micro-batches of one global batch, on the device.
 
         Raises:
             DataError: an id is none of the vocabulary: looked up, it would be another rank's row or nobody's.
         """
         vocab_size = self.config.model.vocab_size
-        for _ in range(self.config.num_micro_batches):
+        for _ in range(num_micro_batches):
             batch = next(batches)
             largest = int(max(batch.tokens.max(), batch.labels.max()))
             if vocab_size is not None and largest >= vocab_size:

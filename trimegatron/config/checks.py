@@ -29,6 +29,43 @@ def check_global_batch(training: TrainingConfig, parallel: ParallelConfig) -> No
             f"{training.global_batch_size} / {one_pass} leaves {training.global_batch_size % one_pass}",
             f"Use a multiple of {one_pass}, or another micro-batch size or number of processes.",
         )
+    if training.rampup_batch_size is not None:
+        _check_ramp(training, one_pass)
+
+
+def _check_ramp(training: TrainingConfig, one_pass: int) -> None:
+    """The batch grows in whole increments, and every size on the way is cut into whole micro-batches."""
+    assert training.rampup_batch_size is not None
+    name, shown = "rampup_batch_size", " ".join(map(str, training.rampup_batch_size))
+    start, increment, _ = training.rampup_batch_size
+    full = training.global_batch_size
+    if training.train_samples is None:
+        fail(name, shown, "needs a run by samples", way_out="Give --train-samples in place of --train-iters.")
+    if start >= full:
+        fail(
+            name,
+            shown,
+            f"must start below --global-batch-size ({full})",
+            way_out="Start smaller, or leave the option out.",
+        )
+    if (full - start) % increment:
+        fail(
+            name,
+            shown,
+            f"must reach --global-batch-size ({full}) in whole increments",
+            f"({full} - {start}) / {increment} leaves {(full - start) % increment}",
+            "Change one of the three.",
+        )
+    for size in training.batch_sizes.sizes():
+        if size % one_pass:
+            fail(
+                name,
+                shown,
+                f"must pass through multiples of --micro-batch-size ({training.micro_batch_size}) x data parallel size "
+                f"({one_pass // training.micro_batch_size}) only",
+                f"the batch of {size} leaves {size % one_pass} of {one_pass}",
+                f"Use a start and an increment that are multiples of {one_pass}.",
+            )
 
 
 def check_length(training: TrainingConfig) -> None:
@@ -38,19 +75,20 @@ def check_length(training: TrainingConfig) -> None:
         if iterations is None:
             fail("train_iters", None, "or --train-samples is required", way_out="Say how long to train.")
         return
-    if samples < batch:
+    sizes = training.batch_sizes
+    if samples < sizes.start:
         fail(
             "train_samples",
             samples,
-            f"must hold at least one global batch ({batch})",
+            f"must hold at least one global batch ({sizes.start})",
             way_out="Train on more samples or lower --global-batch-size.",
         )
-    if iterations not in (None, samples // batch):
+    if iterations not in (None, sizes.num_steps(samples)):
         fail(
             "train_iters",
             iterations,
             f"and --train-samples ({samples}) exclude each other",
-            f"{samples} samples are {samples // batch} iterations of {batch}",
+            f"{samples} samples are {sizes.num_steps(samples)} iterations of {batch}",
             "Give one of the two.",
         )
 

@@ -77,9 +77,6 @@ FOREIGN: tuple[Foreign, ...] = (
     _ignored("use_flash_attn", False, "--attention-backend says how attention is computed"),
     # Training
     _ignored("sgd_momentum", 0.9, "it acts with --optimizer sgd only, which is not supported yet"),
-    _later(
-        "rampup_batch_size", None, "Leave it out; train with the full --global-batch-size from the start.", list[str]
-    ),
     _later("exit_signal_handler", False, "Leave it out; use --exit-interval or --exit-duration-in-mins."),
     _ignored("data_parallel_random_init", False, SAME_WEIGHTS),
     _ignored("init_method_xavier_uniform", False, "Megatron-LM's GPT does not read it either: weights are normal"),

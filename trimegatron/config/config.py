@@ -43,7 +43,7 @@ class Config:
                 optimizer = dataclasses.replace(optimizer, lr_decay_iters=training.train_iters)
         else:
             if training.train_iters is None:
-                iterations = training.train_samples // training.global_batch_size
+                iterations = training.batch_sizes.num_steps(training.train_samples)
                 training = dataclasses.replace(training, train_iters=iterations)
             if optimizer.lr_decay_samples is None:
                 optimizer = dataclasses.replace(optimizer, lr_decay_samples=training.train_samples)
@@ -53,8 +53,20 @@ class Config:
 
     @property
     def num_micro_batches(self) -> int:
-        """Forward passes of one step on one data-parallel rank."""
-        return self.training.global_batch_size // (self.training.micro_batch_size * self.parallel.data_parallel_size)
+        """Forward passes of a step of the full global batch on one data-parallel rank."""
+        return self.micro_batches_of(self.training.global_batch_size)
+
+    def micro_batches_of(self, samples: int) -> int:
+        """Forward passes of a step of ``samples`` on one data-parallel rank."""
+        return samples // (self.training.micro_batch_size * self.parallel.data_parallel_size)
+
+    @property
+    def num_samples(self) -> int:
+        """Samples that the whole run consumes."""
+        training = self.training
+        if training.train_samples is None:
+            return training.train_iters * training.global_batch_size
+        return training.batch_sizes.within(training.train_samples)[1]
 
     @property
     def schedule(self) -> Schedule:

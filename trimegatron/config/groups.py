@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from trimegatron.config.batching import BatchSizes
 from trimegatron.config.options import REQUIRED, Options, fail, option
 
 MAX_SEED = 2**32 - 1
@@ -189,6 +190,13 @@ class TrainingConfig(Options):
     global_batch_size: int = option(
         None, "samples of one step", unit="samples", derived="micro-batch-size x data parallel size", minimum=1
     )
+    rampup_batch_size: list[int] | None = option(
+        None,
+        "START INCREMENT SAMPLES: the global batch grows from START by INCREMENT to --global-batch-size over the first "
+        "SAMPLES samples; in a run by samples",
+        unit="samples",
+        minimum=1,
+    )
     train_iters: int = option(
         None,
         "length of the run; or give --train-samples",
@@ -212,6 +220,21 @@ class TrainingConfig(Options):
         super().__post_init__()
         if self.seed > MAX_SEED:
             fail("seed", self.seed, f"must be in 1..{MAX_SEED}")
+        ramp = self.rampup_batch_size
+        if ramp is not None and len(ramp) != 3:
+            fail(
+                "rampup_batch_size",
+                " ".join(map(str, ramp)),
+                "must be three whole numbers: START INCREMENT SAMPLES",
+                f"got {len(ramp)}",
+                "For example 16 16 100000.",
+            )
+
+    @property
+    def batch_sizes(self) -> BatchSizes:
+        """The global batch of every step."""
+        full = self.global_batch_size
+        return BatchSizes(full, *self.rampup_batch_size) if self.rampup_batch_size else BatchSizes(full, full)
 
 
 @dataclass(frozen=True, kw_only=True)
