@@ -16,7 +16,7 @@ import torch
 from trimegatron.checkpoint.checkpoint import Progress, load_checkpoint
 from trimegatron.checkpoint.directory import checkpoints
 from trimegatron.checkpoint.resume import find_load, is_save_folder, resume_schedule
-from trimegatron.config import Config, read_train_args
+from trimegatron.config import Config, Schedule, read_train_args
 from trimegatron.data.build import build_datasets
 from trimegatron.data_parallel.buffer import ParameterBuffer
 from trimegatron.errors import ConfigError, UserError
@@ -134,7 +134,7 @@ def build_trainer(config: Config, mesh: Mesh, tokenizer: Tokenizer, checkpoint: 
         say(f"loaded {checkpoint}; going on at iteration {progress.iteration}")
     spec = model_spec(config, tensor=mesh.tensor, device=mesh.device)
     metrics = MetricsWriter(config, spec, mesh, iteration=progress.iteration, interval=interval)
-    say(describe(config, mesh, buffer))
+    say(describe(config, mesh, buffer, schedule))
     trainer = Trainer(
         config,
         mesh=mesh,
@@ -209,9 +209,9 @@ def build_scaler(config: Config) -> LossScaler:
     )
 
 
-def describe(config: Config, mesh: Mesh, buffer: ParameterBuffer) -> str:
+def describe(config: Config, mesh: Mesh, buffer: ParameterBuffer, schedule: Schedule) -> str:
     """A few lines on what is about to run."""
-    training, schedule = config.training, config.schedule
+    training = config.training
     num_parameters = sum(torch.Size(piece.spec.global_shape).numel() for piece in buffer.slices)
     batch, sizes = training.global_batch_size, training.batch_sizes
     lines = [
@@ -220,9 +220,9 @@ def describe(config: Config, mesh: Mesh, buffer: ParameterBuffer) -> str:
         "parallel",
         f"a step is {batch} samples of {config.data.seq_length} tokens, in {config.num_micro_batches} micro-batches of "
         f"{training.micro_batch_size} on each of {mesh.data.size} data-parallel ranks",
-        f"learning rate: 0 to {config.optimizer.lr:g} over iterations 0 to "
-        f"{sizes.iteration_at(schedule.warmup_samples):g}, {config.optimizer.lr_decay_style} to "
-        f"{config.optimizer.min_lr:g} at {sizes.iteration_at(schedule.decay_samples):g} (warm-up included); the run "
+        f"learning rate: {schedule.start_lr:g} to {schedule.lr:g} over iterations 0 to "
+        f"{sizes.iteration_at(schedule.warmup_samples):g}, {schedule.style} to "
+        f"{schedule.min_lr:g} at {sizes.iteration_at(schedule.decay_samples):g} (warm-up included); the run "
         f"ends at {training.train_iters}",
     ]
     if sizes.start < batch:

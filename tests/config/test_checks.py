@@ -53,6 +53,17 @@ GPT2 = "--tokenizer-type GPT2BPETokenizer"
         ),
         ("--lr-decay-samples 8", ["--lr-decay-samples (8) needs a run by samples", "Use --lr-decay-iters"]),
         ("--lr-warmup-samples 8", ["--lr-warmup-samples (8) needs a run by samples", "Use --lr-warmup-iters"]),
+        ("--lr-warmup-init 0.1", ["--lr-warmup-init (0.1) must not be above --lr (0.001)"]),
+        ("--lr-decay-style WSD", ["--lr-wsd-decay-iters is required with --lr-decay-style WSD"]),
+        (
+            "--lr-decay-style WSD --lr-wsd-decay-samples 8",
+            ["--lr-wsd-decay-samples (8) needs a run by samples", "Use --lr-wsd-decay-iters"],
+        ),
+        (
+            "--lr-decay-style WSD --lr-wsd-decay-iters 18 --lr-warmup-iters 3",
+            ["--lr-wsd-decay-iters (18) must fit between", "the warm-up ends at sample 12, the decay at 80", "72"],
+        ),
+        ("--lr-wsd-decay-style sqrt", ["--lr-wsd-decay-style (sqrt) must be one of exponential, linear"]),
         # Optimizer
         ("--adam-beta1 1", ["--adam-beta1 (1.0) must be in [0, 1)"]),
         ("--adam-beta2 -0.5", ["--adam-beta2 (-0.5) must not be negative"]),

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from trimegatron.config.groups import ParallelConfig, TrainingConfig
 from trimegatron.config.io_groups import DataConfig
 from trimegatron.config.options import fail, kebab
+from trimegatron.config.schedule import Schedule
 
 if TYPE_CHECKING:
     from trimegatron.config.config import Config
@@ -135,7 +136,7 @@ def _check_schedule(config: Config) -> None:
     optimizer, training = config.optimizer, config.training
     by_iterations = training.train_samples is None
     wrong, right = ("samples", "iters") if by_iterations else ("iters", "samples")
-    for stem in ("lr_decay", "lr_warmup"):
+    for stem in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
         value = getattr(optimizer, f"{stem}_{wrong}")
         if value:
             fail(
@@ -154,6 +155,23 @@ def _check_schedule(config: Config) -> None:
             getattr(optimizer, name),
             f"must be below {decay} ({getattr(optimizer, f'lr_decay_{right}')})",
             way_out=f"Shorten the warm-up or set {decay} (default: {kebab(f'train_{right}')}).",
+        )
+    if optimizer.lr_decay_style == "WSD":
+        _check_wsd(schedule, f"lr_wsd_decay_{right}", getattr(optimizer, f"lr_wsd_decay_{right}"))
+
+
+def _check_wsd(schedule: Schedule, name: str, value: int | None) -> None:
+    """The decay has a length, and begins behind the warm-up."""
+    if value is None:
+        fail(name, None, "is required with --lr-decay-style WSD", way_out="Give the length of the decay.")
+    if schedule.stable_samples < schedule.warmup_samples:
+        fail(
+            name,
+            value,
+            "must fit between the end of the warm-up and that of the decay",
+            f"the warm-up ends at sample {schedule.warmup_samples:g}, the decay at {schedule.decay_samples}, and this "
+            f"is {schedule.wsd_samples} samples",
+            "Shorten the warm-up or this decay.",
         )
 
 

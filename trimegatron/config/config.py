@@ -76,12 +76,15 @@ class Config:
             assert optimizer.lr_decay_iters is not None
             decay = optimizer.lr_decay_iters * training.global_batch_size
             warmup: float = optimizer.lr_warmup_iters * training.global_batch_size
+            wsd = (optimizer.lr_wsd_decay_iters or 0) * training.global_batch_size
             total = training.train_iters * training.global_batch_size
         else:
             assert optimizer.lr_decay_samples is not None
             decay, warmup, total = optimizer.lr_decay_samples, optimizer.lr_warmup_samples, training.train_samples
+            wsd = optimizer.lr_wsd_decay_samples or 0
         if optimizer.lr_warmup_fraction is not None:
             warmup = optimizer.lr_warmup_fraction * decay
+        is_wsd = optimizer.lr_decay_style == "WSD"
         return Schedule(
             lr=optimizer.lr,
             min_lr=optimizer.min_lr,
@@ -92,6 +95,9 @@ class Config:
             start_weight_decay=optimizer.start_weight_decay,
             end_weight_decay=optimizer.end_weight_decay,
             weight_decay_style=optimizer.weight_decay_incr_style,
+            start_lr=optimizer.lr_warmup_init,
+            wsd_style=optimizer.lr_wsd_decay_style if is_wsd else None,
+            wsd_samples=wsd if is_wsd else 0,
         )
 
     def to_dict(self) -> dict[str, dict[str, Any]]:

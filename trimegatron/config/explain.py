@@ -75,6 +75,7 @@ def _summary(config: Config) -> Iterator[str]:
     corners = [
         ("start", 0),
         ("warm-up ends", schedule.warmup_samples),
+        *([("decay begins", schedule.stable_samples)] if schedule.style == "WSD" else []),
         ("decay ends", schedule.decay_samples),
         ("run ends", schedule.total_samples),
     ]

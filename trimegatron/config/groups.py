@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from trimegatron.config.batching import BatchSizes
 from trimegatron.config.options import REQUIRED, Options, fail, option
+from trimegatron.config.schedule import DECAY_STYLES, WSD_STYLES
 
 MAX_SEED = 2**32 - 1
 """numpy's legacy generator, which the index maps are drawn from, takes seeds up to here."""
@@ -91,7 +92,16 @@ class OptimizerConfig(Options):
     optimizer: str = option("adam", "adam is AdamW", choices=("adam", "sgd"))
     lr: float = option(REQUIRED, "peak learning rate")
     min_lr: float = option(0.0, "learning rate after the decay")
-    lr_decay_style: str = option("linear", "shape of the decay", choices=("constant", "linear", "cosine"))
+    lr_decay_style: str = option(
+        "linear",
+        "shape of the decay; WSD: none until the last --lr-wsd-decay-iters (or -samples)",
+        choices=DECAY_STYLES,
+    )
+    lr_wsd_decay_style: str = option("exponential", "shape of WSD's decay", choices=WSD_STYLES)
+    lr_wsd_decay_iters: int | None = option(None, "length of WSD's decay", unit="iterations", minimum=1)
+    lr_wsd_decay_samples: int | None = option(
+        None, "length of WSD's decay, in a run by samples", unit="samples", minimum=1
+    )
     lr_decay_iters: int | None = option(
         None, "where the decay ends", unit="iterations", derived="train-iters", minimum=1
     )
@@ -101,6 +111,7 @@ class OptimizerConfig(Options):
     lr_warmup_fraction: float | None = option(None, "linear warm-up, as a fraction of the decay length")
     lr_warmup_iters: int = option(0, "linear warm-up", unit="iterations")
     lr_warmup_samples: int = option(0, "linear warm-up, in a run by samples", unit="samples")
+    lr_warmup_init: float = option(0.0, "learning rate at the start of the warm-up")
     weight_decay: float = option(0.01, "decoupled weight decay; none on biases and 1-D parameters")
     start_weight_decay: float = option(None, "weight decay at the start of a ramp", derived="weight-decay")
     end_weight_decay: float = option(None, "weight decay at the end of a ramp", derived="weight-decay")
@@ -126,6 +137,13 @@ class OptimizerConfig(Options):
         super().__post_init__()
         if self.min_lr > self.lr:
             fail("min_lr", self.min_lr, f"must not be above --lr ({self.lr})", way_out="Lower it or raise --lr.")
+        if self.lr_warmup_init > self.lr:
+            fail(
+                "lr_warmup_init",
+                self.lr_warmup_init,
+                f"must not be above --lr ({self.lr})",
+                way_out="Lower it or raise --lr.",
+            )
         for name in ("adam_beta1", "adam_beta2"):
             if not getattr(self, name) < 1:
                 fail(name, getattr(self, name), "must be in [0, 1)")

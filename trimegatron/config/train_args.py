@@ -107,6 +107,11 @@ def _idle_options(config: Config, given: Given) -> list[str]:
     is_null = config.data.tokenizer_type == "NullTokenizer"
     idle: list[tuple[str, bool, str]] = [
         ("attention_softmax_in_fp32", True, "the softmax is always computed in float32"),
+        ("lr_warmup_init", config.schedule.warmup_samples == 0, "there is no warm-up"),
+        *(
+            (name, config.optimizer.lr_decay_style != "WSD", "--lr-decay-style is not WSD")
+            for name in ("lr_wsd_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples")
+        ),
         ("eval_at_start", config.training.eval_iters == 0, "--eval-iters is 0"),
         *(
             (name, no_board, "there is no --tensorboard-dir")
