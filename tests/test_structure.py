@@ -30,7 +30,7 @@ LEVELS: list[set[str]] = [
     },
     {"preprocess", "data", "tensor_parallel", "data_parallel", "pipeline_parallel", "optim", "together"},
     {"model"},
-    {"metrics", "checkpoint"},
+    {"metrics", "checkpoint", "divergence", "garbage", "determinism"},
     {"trainer", "generate"},
     {"train", "launch", "convert", "bench", "demo", "cli", "__main__"},
 ]

@@ -89,9 +89,10 @@ class MetricsWriter:
         self.board: Any = None
         self.interval = interval or Interval()
         self.start_clock()
-        if self.path is not None and self.path.exists():
+        is_training = not config.training.skip_train
+        if self.path is not None and self.path.exists() and is_training:
             drop_lines_beyond(self.path, iteration)
-        if mesh.is_first_rank and config.logging.tensorboard_dir:
+        if mesh.is_first_rank and config.logging.tensorboard_dir and is_training:
             from torch.utils.tensorboard import SummaryWriter
 
             logging = config.logging
@@ -130,7 +131,7 @@ class MetricsWriter:
         seconds = time.perf_counter() - self.since
         samples_per_second = self.timed_samples / seconds
         values = values | {
-            "lm_loss": sum(interval.losses) / len(interval.losses) if interval.losses else None,
+            "lm_loss": _mean_loss(interval.losses, values["lm_loss"]),
             "skipped": interval.skipped,
             "nan": interval.nans,
             "tokens_per_second": samples_per_second * self.seq_length,
@@ -219,6 +220,14 @@ class MetricsWriter:
             self.board.close()
 
 
+def _mean_loss(losses: list[float], newest: float) -> float | None:
+    """The mean over the steps of an interval that were not skipped. Where all were, nothing, unless the newest loss is
+    NaN or infinite: that is said as such."""
+    if losses:
+        return sum(losses) / len(losses)
+    return None if math.isfinite(newest) else newest
+
+
 class PausedClock:
     """Stops the step clock of a writer while it is entered."""
 
@@ -236,7 +245,8 @@ def metrics_path(config: Config) -> Path | None:
     """Where the run's metrics go: ``--metrics-file``, else beside the checkpoints; nowhere where nothing is saved."""
     if config.logging.metrics_file:
         return Path(config.logging.metrics_file)
-    return Path(config.checkpoint.save) / "metrics.jsonl" if config.checkpoint.save else None
+    save = None if config.training.skip_train else config.checkpoint.save
+    return Path(save) / "metrics.jsonl" if save else None
 
 
 def drop_lines_beyond(path: Path, iteration: int) -> None:

@@ -19,6 +19,7 @@ from trimegatron.checkpoint.resume import find_load, is_save_folder, resume_sche
 from trimegatron.config import Config, Schedule, read_train_args
 from trimegatron.data.build import build_datasets
 from trimegatron.data_parallel.buffer import ParameterBuffer
+from trimegatron.determinism import make_deterministic
 from trimegatron.errors import ConfigError, UserError
 from trimegatron.mesh import Mesh, close_mesh, init_mesh, launched_world_size, select_device
 from trimegatron.metrics import Interval, MetricsWriter, metrics_path
@@ -56,6 +57,9 @@ def main(argv: list[str] | None = None) -> int:
         device = select_device(config.training.device)
         check_kernels(config, device)
         set_threads(device)
+        notes = list(command.notes)
+        if config.training.deterministic_mode:
+            notes.append(make_deterministic(device))
         mesh = init_mesh(
             device,
             tensor_parallel_size=config.parallel.tensor_model_parallel_size,
@@ -64,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
             timeout_minutes=config.parallel.distributed_timeout_minutes,
         )
         say: Say = partial(print, flush=True) if mesh.is_first_rank else _silent
-        for note in command.notes:
+        for note in notes:
             say(f"note: {note}")
         run(config, mesh, tokenizer, say)
     except (UserError, OSError) as error:
@@ -92,7 +96,10 @@ def run(config: Config, mesh: Mesh, tokenizer: Tokenizer, say: Say) -> None:
     checkpoint = Path(found) if found else None
     trainer = build_trainer(config, mesh, tokenizer, checkpoint, say)
     try:
-        trainer.train()
+        if config.training.skip_train:
+            trainer.evaluate_only()
+        else:
+            trainer.train()
     finally:
         trainer.metrics.close()
 
@@ -177,7 +184,10 @@ def check_outputs(config: Config) -> None:
         ConfigError: an output cannot be written, or ``--save`` holds checkpoints that this run does not go on from.
     """
     save, load = config.checkpoint.save, config.checkpoint.load
-    outputs = {"--save": save, "--tensorboard-dir": config.logging.tensorboard_dir}
+    if config.training.skip_train:  # it writes --metrics-file only
+        save, outputs = None, {}
+    else:
+        outputs = {"--save": save, "--tensorboard-dir": config.logging.tensorboard_dir}
     if config.logging.metrics_file:
         outputs["--metrics-file"] = str(Path(config.logging.metrics_file).parent)
     for flag, output in outputs.items():

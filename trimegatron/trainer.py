@@ -26,7 +26,9 @@ from trimegatron.data.cyclic import SampleDataset
 from trimegatron.data.loader import Batch, build_loader
 from trimegatron.data.record import DataRecord
 from trimegatron.data_parallel.buffer import ParameterBuffer
-from trimegatron.errors import DataError, DivergedError
+from trimegatron.divergence import check_overflow
+from trimegatron.errors import ConfigError, DataError
+from trimegatron.garbage import GarbageCollection
 from trimegatron.mesh import Mesh
 from trimegatron.metrics import MetricsWriter
 from trimegatron.optim.adamw import FlatAdamW
@@ -85,6 +87,7 @@ class Trainer:
             reset_position_ids=config.data.reset_position_ids,
             reset_attention_mask=config.data.reset_attention_mask,
         )
+        self.garbage = GarbageCollection(config.training)
         self.started = time.monotonic()
         self.saved_at: int | None = None
         token_bytes = tokenizer.token_bytes()
@@ -100,15 +103,17 @@ class Trainer:
                 self.save()
             return
         if training.eval_at_start and progress.iteration == 0:
-            self.evaluate("valid", self.datasets.valid, window=0)
+            self.validate()
         self.model.train()
-        with closing(self.loader(self.datasets.train, progress.consumed_samples)) as batches:
+        with self.garbage, closing(self.loader(self.datasets.train, progress.consumed_samples)) as batches:
             self.look_for_boundaries(self.datasets.train)
             self.metrics.start_clock()
             while not self.is_finished():
                 self.step_and_report(batches)
+                self.garbage.after_step(progress.iteration)
                 if training.eval_iters > 0 and progress.iteration % training.eval_interval == 0:
-                    self.evaluate("valid", self.datasets.valid, window=progress.iteration // training.eval_interval - 1)
+                    with self.garbage.around_evaluation():
+                        self.validate()
                 if save and progress.iteration % (config.checkpoint.save_interval or training.train_iters) == 0:
                     self.save()
                 if self.should_exit():
@@ -117,8 +122,19 @@ class Trainer:
             self.save()
         if self.is_finished() and training.eval_iters > 0:
             if progress.iteration % training.eval_interval != 0:  # else it was just evaluated
-                self.evaluate("valid", self.datasets.valid, window=progress.iteration // training.eval_interval)
+                self.validate()
             self.evaluate("test", self.datasets.test, window=0)
+
+    def evaluate_only(self) -> None:
+        """``--skip-train``: the losses that a training run measures at this iteration.
+
+        Raises:
+            ConfigError: there is no data to evaluate on.
+        """
+        if self.datasets.valid is None and self.datasets.test is None:
+            raise ConfigError("--skip-train needs validation or test data. Give them a share of --split, or their own")
+        self.validate()
+        self.evaluate("test", self.datasets.test, window=0)
 
     @property
     def batch_size(self) -> int:
@@ -156,7 +172,9 @@ class Trainer:
         progress.consumed_samples += result.num_samples
         if result.is_skipped:
             progress.skipped_iterations += 1
+            progress.skipped_in_a_row += 1
         else:
+            progress.skipped_in_a_row = 0
             progress.scheduled_samples += result.num_samples
         is_nan = not math.isfinite(result.loss)
         progress.nan_iterations += is_nan
@@ -198,7 +216,14 @@ class Trainer:
         loss, grad_norm = torch.stack([loss_sum / num_tokens.clamp(min=1.0), norm]).tolist()
         overflowed = not math.isfinite(grad_norm)
         if overflowed:
-            self.check_overflow(loss, num_samples)
+            check_overflow(
+                config,
+                self.progress,
+                self.data_record,
+                loss=loss,
+                loss_scale=self.scaler.scale,
+                num_samples=num_samples,
+            )
         else:
             progress = self.progress
             self.optimizer.step(
@@ -209,27 +234,11 @@ class Trainer:
         self.scaler.update(overflowed)
         return StepResult(loss, grad_norm, overflowed, num_samples)
 
-    def check_overflow(self, loss: float, num_samples: int) -> None:
-        """Gradients that are not finite never touch the weights. With fp16 the scale adapts; else the run has diverged.
-
-        Raises:
-            DivergedError: the loss or the gradient is not finite, and the options do not say to go on.
-        """
-        config, progress = self.config, self.progress
-        if not config.training.check_for_nan_in_loss_and_grad:
-            return
-        can_adapt = config.precision.fp16 and config.precision.loss_scale is None
-        if can_adapt and math.isfinite(loss) and self.scaler.scale > config.precision.min_loss_scale:
-            return
-        first = progress.consumed_samples
-        reason = "the gradient norm is not finite" if math.isfinite(loss) else f"the loss is {loss}"
-        if can_adapt and math.isfinite(loss):
-            reason += f" at the smallest loss scale, {self.scaler.scale:g}"
-        raise DivergedError(
-            f"training diverged at iteration {progress.iteration + 1} (samples {first} to "
-            f"{first + num_samples - 1} of the run): {reason}. Lower --lr or lengthen the "
-            "warm-up; --no-check-for-nan-in-loss-and-grad skips such steps instead"
-        )
+    def validate(self) -> None:
+        """The validation loss at this iteration. Each evaluation of a run has its own samples; so the end of an
+        interval has those of the interval, and an iteration within one those that its end would have."""
+        window = max(0, self.progress.iteration - 1) // self.config.training.eval_interval
+        self.evaluate("valid", self.datasets.valid, window=window)
 
     @torch.no_grad()
     def evaluate(self, split: str, dataset: SampleDataset | None, *, window: int) -> None:

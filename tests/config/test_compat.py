@@ -122,7 +122,6 @@ def test_options_of_todays_megatron(work: Path, line: str, notes: int) -> None:
         "--context-parallel-size 2",
         "--recompute-modules core_attn",
         "--wandb-project x",
-        "--skip-train",
     ],
 )
 def test_todays_options_that_are_not_here(work: Path, line: str) -> None:

@@ -107,6 +107,8 @@ def check_config(config: Config) -> None:
             f"is required with --save ({config.checkpoint.save})",
             way_out="Say every how many iterations to save.",
         )
+    if config.training.skip_train and config.training.eval_iters == 0:
+        fail("skip_train", None, "needs --eval-iters above 0", way_out="Say how many global batches to evaluate on.")
     _check_supported(config)
 
 

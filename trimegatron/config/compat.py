@@ -81,7 +81,6 @@ FOREIGN: tuple[Foreign, ...] = (
     _ignored("data_parallel_random_init", False, SAME_WEIGHTS),
     _ignored("init_method_xavier_uniform", False, "Megatron-LM's GPT does not read it either: weights are normal"),
     _ignored("calculate_per_token_loss", False, "the loss always weighs tokens, over the whole global batch"),
-    _later("skip_train", False, "Leave it out; evaluation runs during training (--eval-interval, --eval-at-start)."),
     _never("batch_size", None, "Use --micro-batch-size.", str),
     _never("warmup", None, "Use --lr-warmup-fraction.", str),
     # Checkpoints

@@ -8,8 +8,9 @@ from typing import Any
 
 from trimegatron.config.checks import check_config, check_global_batch, check_length
 from trimegatron.config.flags import build
-from trimegatron.config.groups import ModelConfig, OptimizerConfig, ParallelConfig, PrecisionConfig, TrainingConfig
+from trimegatron.config.groups import ModelConfig, ParallelConfig, PrecisionConfig, TrainingConfig
 from trimegatron.config.io_groups import CheckpointConfig, DataConfig, LoggingConfig
+from trimegatron.config.optimizer_group import OptimizerConfig
 from trimegatron.config.schedule import Schedule
 from trimegatron.errors import ConfigError
 

@@ -112,6 +112,12 @@ def _idle_options(config: Config, given: Given) -> list[str]:
             (name, config.optimizer.lr_decay_style != "WSD", "--lr-decay-style is not WSD")
             for name in ("lr_wsd_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples")
         ),
+        *(
+            (name, not config.training.manual_gc, "there is no --manual-gc")
+            for name in ("manual_gc_interval", "manual_gc_eval")
+        ),
+        ("save", config.training.skip_train, "--skip-train saves nothing"),
+        ("tensorboard_dir", config.training.skip_train, "--skip-train writes no points"),
         ("eval_at_start", config.training.eval_iters == 0, "--eval-iters is 0"),
         *(
             (name, no_board, "there is no --tensorboard-dir")
