@@ -17,7 +17,8 @@ from trimegatron.checkpoint.checkpoint import Progress, load_checkpoint
 from trimegatron.checkpoint.directory import checkpoints
 from trimegatron.checkpoint.resume import find_load, is_save_folder, resume_schedule
 from trimegatron.config import Config, Schedule, read_train_args
-from trimegatron.data.build import build_datasets
+from trimegatron.data.build import Datasets, build_datasets
+from trimegatron.data.record import DataRecord
 from trimegatron.data_parallel.buffer import ParameterBuffer
 from trimegatron.determinism import make_deterministic
 from trimegatron.errors import ConfigError, UserError
@@ -43,6 +44,11 @@ def main(argv: list[str] | None = None) -> int:
         if command.explain:
             if is_first_of_node():
                 print(command.text(), end="")
+            return 0
+        if command.dry_run:
+            from trimegatron.dry_run import dry_run  # it builds what this module builds
+
+            dry_run(command)
             return 0
         config = command.config
         tokenizer = build_tokenizer(
@@ -104,9 +110,17 @@ def run(config: Config, mesh: Mesh, tokenizer: Tokenizer, say: Say) -> None:
         trainer.metrics.close()
 
 
-def build_trainer(config: Config, mesh: Mesh, tokenizer: Tokenizer, checkpoint: Path | None, say: Say) -> Trainer:
-    """The trainer, at the start of the run or where ``checkpoint`` left it."""
-    datasets, data_record = on_every_rank(
+def build_trainer(
+    config: Config,
+    mesh: Mesh,
+    tokenizer: Tokenizer,
+    checkpoint: Path | None,
+    say: Say,
+    *,
+    data: tuple[Datasets, DataRecord] | None = None,
+) -> Trainer:
+    """The trainer, at the start of the run or where ``checkpoint`` left it; on ``data`` in place of the files'."""
+    datasets, data_record = data or on_every_rank(
         mesh, lambda: build_datasets(config, mesh.data.size, say), what="preparing the data", say=say
     )
     model = build_model(config, mesh)

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trimegatron.config.groups import ParallelConfig, TrainingConfig
-from trimegatron.config.io_groups import DataConfig
 from trimegatron.config.options import fail, kebab
 from trimegatron.config.schedule import Schedule
+from trimegatron.errors import ConfigError
 
 if TYPE_CHECKING:
     from trimegatron.config.config import Config
@@ -199,9 +199,24 @@ def _check_supported(config: Config) -> None:
             fail(name, value, "is not supported yet", way_out=way_out)
 
 
-def check_machine(config: Config) -> None:
-    """The input files and the optional packages the configuration asks for; not asked of a configuration read back."""
-    _check_data_path(config.data)
+def check_machine(config: Config, *, only_note: bool = False) -> list[str]:
+    """The input files and the optional packages the configuration asks for; not asked of a configuration read back.
+
+    Returns:
+        With ``only_note`` what is missing; nothing else would come through.
+    """
+    missing = []
+    for check in (_check_data_path, _check_tokenizer, _check_tensorboard):
+        try:
+            check(config)
+        except ConfigError as error:
+            if not only_note:
+                raise
+            missing.append(str(error))
+    return missing
+
+
+def _check_tokenizer(config: Config) -> None:
     tokenizer = config.data.tokenizer_type
     needed = {
         "GPT2BPETokenizer": (("vocab_file", "--vocab-file"), ("merge_file", "--merge-file")),
@@ -213,6 +228,9 @@ def check_machine(config: Config) -> None:
             fail(name, None, f"is required with --tokenizer-type {tokenizer}", way_out=f"Give {flag} PATH.")
         if not (Path(path).exists() if name == "tokenizer_model" else Path(path).is_file()):
             fail(name, path, "must be an existing file", "there is none", "Check the path.")
+
+
+def _check_tensorboard(config: Config) -> None:
     if config.logging.tensorboard_dir is not None and importlib.util.find_spec("tensorboard") is None:
         fail(
             "tensorboard_dir",
@@ -222,8 +240,8 @@ def check_machine(config: Config) -> None:
         )
 
 
-def _check_data_path(data: DataConfig) -> None:
-    blends = data.blends()
+def _check_data_path(config: Config) -> None:
+    blends = config.data.blends()
     if not blends:
         fail(
             "data_path",

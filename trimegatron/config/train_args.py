@@ -23,6 +23,14 @@ class CommandConfig(Options):
     explain: bool = option(
         False, "print every resolved value, where it came from and the schedule's corner points, then exit"
     )
+    dry_run: bool = option(
+        False,
+        "ours. Build one rank of each pipeline stage without memory or processes, walk through a step, print sizes and "
+        "messages, then exit",
+    )
+    world_size: int | None = option(
+        None, "ours. With --dry-run: processes of the run that is tried", unit="processes", minimum=1
+    )
 
 
 @dataclass(frozen=True)
@@ -36,6 +44,8 @@ class ExplainedConfig:
     """What the user should know, one line each: options without effect. For rank 0 to print."""
     explain: bool
     """--explain was given: print ``text()`` and stop."""
+    dry_run: bool = False
+    """--dry-run was given."""
 
     def text(self) -> str:
         return explain(self.config, self.sources, self.notes)
@@ -61,6 +71,16 @@ def read_train_args(argv: Sequence[str], *, world_size: int) -> ExplainedConfig:
     )
     notes = foreign_notes(given.values)
     require(list(GROUPS.values()), given.values, prog=PROG)
+    dry_run = bool(given.values.get("dry_run"))
+    if given.values.get("world_size") is not None:
+        if not dry_run:
+            fail(
+                "world_size",
+                given.values["world_size"],
+                "needs --dry-run",
+                way_out="torchrun starts a run's processes.",
+            )
+        world_size = given.values["world_size"]
     _check_one_length(given)
     groups: dict[str, Any] = {
         name: build(
@@ -71,9 +91,9 @@ def read_train_args(argv: Sequence[str], *, world_size: int) -> ExplainedConfig:
         for name, group in GROUPS.items()
     }
     config = Config(**groups)
-    check_machine(config)
+    notes += [f"not there, so not checked: {problem}" for problem in check_machine(config, only_note=dry_run)]
     notes += _idle_options(config, given) + _overruled(config, given)
-    return ExplainedConfig(config, given.sources, notes, bool(given.values.get("explain")))
+    return ExplainedConfig(config, given.sources, notes, bool(given.values.get("explain")), dry_run)
 
 
 def parse_train_args(argv: Sequence[str], *, world_size: int) -> Config:
