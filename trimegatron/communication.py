@@ -25,6 +25,10 @@ KINDS = {
 """torch's operator → what we call it; others keep their names."""
 
 
+AXES = ("world", "pipeline", "data", "tensor", "model", "embedding")
+"""Of the mesh."""
+
+
 class Message(NamedTuple):
     """One collective, or one half of a point-to-point message, as one rank sees it."""
 
@@ -51,11 +55,7 @@ class CommunicationRecorder(TorchDispatchMode):
     def __init__(self, mesh: Mesh):
         super().__init__()
         self.messages: Counter[Message] = Counter()
-        self.axes = {
-            axis.group.group_name: name
-            for name in ("world", "pipeline", "data", "tensor", "model", "embedding")
-            if (axis := getattr(mesh, name)).group is not None
-        }
+        self.axes = {axis.group.group_name: name for name in AXES if (axis := getattr(mesh, name)).group is not None}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":

@@ -10,14 +10,16 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from trimegatron.communication import CommunicationRecorder, Message
 from trimegatron.config import Config, ExplainedConfig
@@ -25,6 +27,7 @@ from trimegatron.data.build import Datasets
 from trimegatron.data.record import DataRecord
 from trimegatron.errors import ConfigError
 from trimegatron.mesh import Mesh, close_mesh, cut_mesh, launched_world_size
+from trimegatron.tensor_parallel.parameter import ParameterSpec
 from trimegatron.tokenizer import Tokenizer, build_tokenizer
 from trimegatron.train import build_trainer, with_vocab_size
 from trimegatron.trainer import Trainer
@@ -40,19 +43,36 @@ class Walk:
     """What one rank's step came to."""
 
     rank: int
-    mesh: Mesh
-    layers: list[int]
-    num_parameters: int
-    weight_bytes: int
-    gradient_bytes: int
-    optimizer_bytes: int
+    trainer: Trainer
     activation_bytes: int
     """The most that is kept for backward passes at one time."""
     messages: Counter[Message]
+    """Of the step."""
 
     @property
-    def total_bytes(self) -> int:
-        return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes + self.activation_bytes
+    def mesh(self) -> Mesh:
+        return self.trainer.mesh
+
+    @property
+    def layers(self) -> list[int]:
+        """Global numbers of the layers that are here."""
+        names = [piece.name.split(".") for piece in self.trainer.buffer.slices]
+        return sorted({int(parts[parts.index("layers") + 1]) for parts in names if "layers" in parts})
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(piece.parameter.numel() for piece in self.trainer.buffer.slices)
+
+    @property
+    def optimizer_bytes(self) -> int:
+        optimizer = self.trainer.optimizer
+        master = [] if optimizer.low_precision is None else [optimizer.master]
+        return sum(tensor.nbytes for tensor in (optimizer.exp_avg, optimizer.exp_avg_sq, *master))
+
+    def gradient_bytes_of(self, chosen: Callable[[ParameterSpec], bool]) -> int:
+        """Of the main gradients of some parameters, without what aligns them."""
+        buffer = self.trainer.buffer
+        return sum(piece.parameter.numel() for piece in buffer.slices if chosen(piece.spec)) * buffer.grads.itemsize
 
 
 def dry_run(command: ExplainedConfig) -> None:
@@ -75,7 +95,10 @@ def dry_run(command: ExplainedConfig) -> None:
     )
     for rank in stage_ranks(config):
         print("\n".join(describe(walk(config, rank))), flush=True)
-    print("not looked at: data, checkpoints, the device's memory beyond these sizes (logits, work space), and speed")
+    print(
+        "memory is what the Triton kernels keep, without what lives within a step's operations (the gradients of "
+        "activations, work space); data, checkpoints and speed are not looked at"
+    )
 
 
 def stage_ranks(config: Config) -> list[int]:
@@ -127,19 +150,19 @@ def walk(config: Config, rank: int, *, steps: int = 1) -> Walk:
             for _ in range(steps - 1):
                 trainer.train_step(batches)
             kept = KeptForBackward(trainer.buffer.params)
-            with CommunicationRecorder(mesh) as recorder, kept:
+            with CommunicationRecorder(mesh) as recorder, kept, mock.patch.object(F, SDPA, fused_attention):
                 trainer.train_step(batches)
-            return measured(trainer, rank, kept.peak, recorder.messages)
+            return Walk(rank, trainer, kept.peak, recorder.messages)
     except (RuntimeError, ValueError, AssertionError, NotImplementedError) as error:
         raise ConfigError(f"--dry-run: rank {rank} cannot step: {type(error).__name__}: {error}") from error
 
 
 def without_files(config: Config) -> Config:
-    """The same run, but nothing of it is read or written, and all happens in this process."""
-    on_cpu = config.training.device == "cpu"
+    """The same run, but nothing of it is read or written, all happens in this process, and what is kept for backward
+    is what the kernels keep, also where a CPU or --kernels reference is asked for: the references look at values."""
     return dataclasses.replace(
         config,
-        model=dataclasses.replace(config.model, kernels="reference" if on_cpu else config.model.kernels),
+        model=dataclasses.replace(config.model, kernels="auto"),
         data=dataclasses.replace(config.data, num_workers=0),
         checkpoint=dataclasses.replace(config.checkpoint, save=None, load=None),
         logging=dataclasses.replace(config.logging, metrics_file=None, tensorboard_dir=None),
@@ -169,6 +192,24 @@ def fake_mesh(config: Config, rank: int) -> Iterator[Mesh]:
         )
     finally:
         close_mesh()
+
+
+SDPA = "scaled_dot_product_attention"
+
+
+def fused_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """torch's attention as a GPU runs it, which keeps no squares; on the meta device torch would choose the form of
+    plain matrix products."""
+    return torch.ops.aten._scaled_dot_product_efficient_attention(
+        query, key, value, attn_mask, True, 0.0, is_causal, scale=scale
+    )[0]
 
 
 class Blank:
@@ -224,43 +265,25 @@ class _Kept:
             self.counter.release(self.tensor)
 
 
-def measured(trainer: Trainer, rank: int, activation_bytes: int, messages: Counter[Message]) -> Walk:
-    """The sizes of what the trainer holds."""
-    buffer, optimizer = trainer.buffer, trainer.optimizer
-    state = [optimizer.exp_avg, optimizer.exp_avg_sq]
-    if optimizer.low_precision is not None:
-        state.append(optimizer.master)
-    names = [piece.name.split(".") for piece in buffer.slices]
-    return Walk(
-        rank=rank,
-        mesh=trainer.mesh,
-        layers=sorted({int(parts[parts.index("layers") + 1]) for parts in names if "layers" in parts}),
-        num_parameters=sum(piece.parameter.numel() for piece in buffer.slices),
-        weight_bytes=buffer.params.nbytes,
-        gradient_bytes=buffer.grads.nbytes,
-        optimizer_bytes=sum(tensor.nbytes for tensor in state),
-        activation_bytes=activation_bytes,
-        messages=messages,
-    )
-
-
 def describe(walk: Walk) -> list[str]:
     """One rank's sizes and messages, a line each."""
-    mesh = walk.mesh
+    mesh, buffer = walk.mesh, walk.trainer.buffer
+    weights, gradients = buffer.params.nbytes, buffer.grads.nbytes
+    total = weights + gradients + walk.optimizer_bytes + walk.activation_bytes
     lines = [
         f"rank {walk.rank} (pipeline {mesh.pipeline.rank}, data {mesh.data.rank}, tensor {mesh.tensor.rank}): layers "
         f"{show_ranges(walk.layers)}, {walk.num_parameters:,} parameters",
-        f"  memory {gib(walk.total_bytes)}: weights {gib(walk.weight_bytes)}, gradients {gib(walk.gradient_bytes)}, "
+        f"  memory {gib(total)}: weights {gib(weights)}, gradients {gib(gradients)}, "
         f"optimizer {gib(walk.optimizer_bytes)}, kept for backward {gib(walk.activation_bytes)} at most",
     ]
-    totals: dict[tuple[str, str], list[int]] = {}
+    counts: Counter[tuple[str, str]] = Counter()
+    sizes: Counter[tuple[str, str]] = Counter()
     for message, count in walk.messages.items():
-        total = totals.setdefault((message.axis, message.kind), [0, 0])
-        total[0] += count
-        total[1] += count * message.num_bytes
+        counts[message.axis, message.kind] += count
+        sizes[message.axis, message.kind] += count * message.num_bytes
     lines += [
-        f"  {axis:<10} {kind:<15} {count:>7,} a step, {num_bytes / 1e6:>12,.3f} MB"
-        for (axis, kind), (count, num_bytes) in sorted(totals.items())
+        f"  {axis:<10} {kind:<15} {counts[axis, kind]:>7,} a step, {sizes[axis, kind] / 1e6:>12,.3f} MB"
+        for axis, kind in sorted(counts)
     ]
     return lines
 
