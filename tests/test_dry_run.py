@@ -104,7 +104,7 @@ def test_kept_for_backward_is_what_the_step_keeps():
 
     per_layer = {s: (kept(6, s) - kept(2, s)) / 4 for s in (64, 1024)}
     assert per_layer[1024] == pytest.approx(16 * per_layer[64], rel=1e-4)
-    assert 16 < per_layer[1024] / (1024 * 2 * 1024) <= 34
+    assert 16 < per_layer[1024] / (1024 * 2 * 1024) < 34.1  # and a few numbers a token
 
 
 def recorded_by_gloo(flags: list[str]) -> list[Any]:
