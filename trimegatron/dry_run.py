@@ -20,6 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from trimegatron.communication import CommunicationRecorder, Message
 from trimegatron.config import Config, ExplainedConfig
@@ -140,7 +141,7 @@ def walk(config: Config, rank: int, *, steps: int = 1) -> Walk:
     """
     config = without_files(config)
     try:
-        with fake_mesh(config, rank) as mesh:
+        with fake_mesh(config, rank) as mesh, ReadsAsOne():
             tokenizer = build_tokenizer("NullTokenizer", vocab_size=(config.model.vocab_size or 1) - 1)
             blank = Blank(config.data.seq_length)
             data = (Datasets(blank, None, None), DataRecord({}, blank))  # type: ignore[arg-type]
@@ -210,6 +211,18 @@ def fused_attention(
     return torch.ops.aten._scaled_dot_product_efficient_attention(
         query, key, value, attn_mask, True, 0.0, is_causal, scale=scale
     )[0]
+
+
+class ReadsAsOne(TorchDispatchMode):
+    """While entered, who reads a value from the meta device, where there are none, reads 1."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        aten, kwargs = torch.ops.aten, kwargs or {}
+        if func is aten._local_scalar_dense.default and args[0].is_meta:
+            return 1.0 if args[0].is_floating_point() else 1
+        if func is aten._to_copy.default and args[0].is_meta and str(kwargs.get("device")) == "cpu":
+            return torch.ones(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
+        return func(*args, **kwargs)
 
 
 class Blank:

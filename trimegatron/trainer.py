@@ -213,7 +213,7 @@ class Trainer:
         loss_sum, num_tokens = self.sum_over_replicas(loss_sum, num_tokens)
         unscale = all_tokens / (num_tokens.clamp(min=1.0) * self.scaler.scale)
         norm = squared_norm(self.buffer, self.mesh, kernels=config.model.kernels).sqrt() * unscale
-        loss, grad_norm = to_host(torch.stack([loss_sum / num_tokens.clamp(min=1.0), norm]))
+        loss, grad_norm = torch.stack([loss_sum / num_tokens.clamp(min=1.0), norm]).tolist()
         overflowed = not math.isfinite(grad_norm)
         if overflowed:
             check_overflow(
@@ -351,8 +351,3 @@ class Trainer:
         """Print a line, once."""
         if self.mesh.is_first_rank:
             print(line, flush=True)
-
-
-def to_host(values: torch.Tensor) -> list[float]:
-    """The numbers, as soon as the device has them. On the meta device (``--dry-run``) there are none: 1 each."""
-    return [1.0] * values.numel() if values.is_meta else values.tolist()
