@@ -69,7 +69,7 @@ def main(argv: list[str]) -> int:
     )
     unexpected: list[str] = []
     for rank in stage_ranks(config):
-        walked = walk(config, rank, steps=2)
+        walked = walk(config, rank)
         rows, wrong = compare(walked, formulas(config, walked))
         print(f"\nrank {rank}, pipeline stage {walked.mesh.pipeline.rank}")
         print(f"  {'':<46} {'axis':<10} {'messages':>8} {'recorded':>12} {'papers':>12} {'ratio':>6}")

@@ -133,8 +133,8 @@ def assume_vocabulary(config: Config) -> tuple[Config, list[str]]:
     return with_vocab_size(config, tokenizer), notes
 
 
-def walk(config: Config, rank: int, *, steps: int = 1) -> Walk:
-    """Build ``rank`` of the run and step; the last of ``steps`` is looked at.
+def walk(config: Config, rank: int, *, steps: int = 2) -> Walk:
+    """Build ``rank`` of the run and step; the last of ``steps`` is looked at, since the first may send more.
 
     Raises:
         ConfigError: it fails.

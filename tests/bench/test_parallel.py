@@ -16,7 +16,7 @@ from trimegatron.errors import UserError
 def walked(flags: str) -> tuple[parallel.Config, Walk]:
     command = read_train_args([*parallel.TINY.split(), "--dry-run", *flags.split()], world_size=1)
     config, _ = assume_vocabulary(command.config)
-    return config, walk(config, 0, steps=2)
+    return config, walk(config, 0)
 
 
 def ratios(lines: list[str]) -> dict[str, str]:
