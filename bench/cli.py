@@ -11,6 +11,7 @@ BENCHMARKS = {
     "bubble": "trimegatron.bench.bubble",
     "data": "trimegatron.bench.data",
     "memory": "trimegatron.bench.memory",
+    "parallel": "trimegatron.bench.parallel",
     "step": "trimegatron.bench.step",
 }
 

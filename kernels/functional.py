@@ -2,7 +2,9 @@
 
 ``impl`` chooses what runs: ``"auto"`` the Triton kernel for tensors on a GPU and the eager reference for those on a
 CPU, ``"triton"`` and ``"reference"`` that one. ``"triton"`` on a CPU needs Triton's interpreter
-(``TRITON_INTERPRET=1``) and is refused without it. Inputs may be fp32, bf16 or fp16 and of any layout; arithmetic is in
+(``TRITON_INTERPRET=1``) and is refused without it. On the meta device nothing runs, and shapes are the kernel's.
+
+Inputs may be fp32, bf16 or fp16 and of any layout; arithmetic is in
 fp32; outputs have the dtype of the first input, ``bias_dropout_add``'s that of the residual; gradients that of their
 tensor. Second derivatives through a kernel are refused.
 
@@ -44,10 +46,10 @@ __all__ = [
 
 def uses_triton(impl: str, x: Tensor) -> bool:
     """Whether ``impl`` means the Triton kernel for ``x``. Raises ValueError when it cannot be had."""
-    if impl == "auto":
-        return x.is_cuda
     if impl == "reference":
         return False
+    if impl == "auto" or x.is_meta:
+        return x.is_cuda or x.is_meta
     if impl != "triton":
         raise ValueError(f'impl ("{impl}") must be "auto", "triton" or "reference".')
     if not x.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":

@@ -62,7 +62,10 @@ def tiny_flags(prefix: Path, **changes: Any) -> list[str]:
         word
         for name, value in (flags | changes).items()
         if value is not None
-        for word in (f"--{name.replace('_', '-')}", *([] if value is True else [str(value)]))
+        for word in (
+            f"--{name.replace('_', '-')}",
+            *([] if value is True else map(str, value if isinstance(value, list) else [value])),
+        )
     ]
 
 

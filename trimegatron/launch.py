@@ -20,6 +20,8 @@ PROCESSES_FLAG = ("--nproc-per-node", "--nproc_per_node")
 def main(argv: list[str]) -> int:
     """Check the configuration, then train in this process, or in N."""
     num_processes, flags = take_num_processes(argv)
+    if num_processes > 1 and any(flag in flags for flag in ("--dry-run", "--dry_run")):
+        num_processes, flags = 1, ["--world-size", str(num_processes), *flags]
     if num_processes == 1:
         from trimegatron import train
 

@@ -188,9 +188,22 @@ def init_mesh(
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(minutes=timeout_minutes)
     )
+    return cut_mesh(
+        device,
+        tensor_parallel_size=tensor_parallel_size,
+        pipeline_parallel_size=pipeline_parallel_size,
+        store=store,
+    )
+
+
+def cut_mesh(
+    device: torch.device, *, tensor_parallel_size: int, pipeline_parallel_size: int, store: dist.Store | None
+) -> Mesh:
+    """Cut the process group that this rank has joined into (pipeline, data, tensor)."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     data_parallel_size = world_size // (tensor_parallel_size * pipeline_parallel_size)
     mesh = init_device_mesh(
-        device.type,
+        "cpu" if device.type == "meta" else device.type,
         (pipeline_parallel_size, data_parallel_size, tensor_parallel_size),
         mesh_dim_names=("pp", "dp", "tp"),
     )

@@ -89,9 +89,10 @@ class MetricsWriter:
         self.board: Any = None
         self.interval = interval or Interval()
         self.start_clock()
-        if self.path is not None and self.path.exists():
+        is_training = not config.training.skip_train
+        if self.path is not None and self.path.exists() and is_training:
             drop_lines_beyond(self.path, iteration)
-        if mesh.is_first_rank and config.logging.tensorboard_dir:
+        if mesh.is_first_rank and config.logging.tensorboard_dir and is_training:
             from torch.utils.tensorboard import SummaryWriter
 
             logging = config.logging
@@ -102,20 +103,21 @@ class MetricsWriter:
     def start_clock(self) -> None:
         """Steps are timed from here: at the beginning, and after each line."""
         self.since = time.perf_counter()
-        self.timed_steps = 0
+        self.timed_steps = self.timed_samples = 0
 
     def pause(self) -> PausedClock:
         """Time spent inside (evaluation, saving) is not counted as step time."""
         return PausedClock(self)
 
-    def step(self, values: dict[str, Any], *, num_samples: int) -> None:
-        """Take note of one training step; writes a line where the log interval ends.
+    def step(self, values: dict[str, Any], *, num_samples: int, is_last: bool) -> None:
+        """Take note of one training step of ``num_samples``; writes a line where the log interval or the run ends.
 
         ``values``: iteration, consumed_samples, lm_loss, learning_rate, grad_norm (None where skipped), loss_scale,
         skipped, nan, and what else there is to tell.
         """
         interval = self.interval
         self.timed_steps += 1
+        self.timed_samples += num_samples
         interval.steps += 1
         interval.skipped += values["skipped"]
         interval.nans += values["nan"]
@@ -124,25 +126,32 @@ class MetricsWriter:
         iteration = values["iteration"]
         if self.board is not None and iteration % self.config.logging.tensorboard_log_interval == 0:
             self._write_board(values)
-        training = self.config.training
-        if iteration % self.config.logging.log_interval != 0 and iteration != training.train_iters:
+        if iteration % self.config.logging.log_interval != 0 and not is_last:
             return
-        seconds = (time.perf_counter() - self.since) / self.timed_steps
+        seconds = time.perf_counter() - self.since
+        samples_per_second = self.timed_samples / seconds
         values = values | {
-            "lm_loss": sum(interval.losses) / len(interval.losses) if interval.losses else None,
+            "lm_loss": _mean_loss(interval.losses, values["lm_loss"]),
             "skipped": interval.skipped,
             "nan": interval.nans,
-            "tokens_per_second": num_samples * self.seq_length / seconds,
-            "iteration_ms": seconds * 1000.0,
+            "tokens_per_second": samples_per_second * self.seq_length,
+            "iteration_ms": seconds / self.timed_steps * 1000.0,
             "peak_memory_bytes": peak_memory_bytes(self.mesh.device),
         }
         self.interval = Interval()
         self.start_clock()
         if self.mesh.is_first_rank:
-            print(self._line(values, seconds), flush=True)
+            print(self._line(values, num_samples, self.samples_left(values) / samples_per_second), flush=True)
             self._append(values)
 
-    def _line(self, values: dict[str, Any], seconds: float) -> str:
+    def samples_left(self, values: dict[str, Any]) -> int:
+        """What is still to be trained on."""
+        training = self.config.training
+        if training.train_samples is None:
+            return (training.train_iters - values["iteration"]) * training.global_batch_size
+        return max(0, self.config.num_samples - values["consumed_samples"])
+
+    def _line(self, values: dict[str, Any], batch_size: int, seconds_left: float) -> str:
         training = self.config.training
         per_device = values["tokens_per_second"] * self.flops_per_token / self.mesh.world.size
         loss, norm = values["lm_loss"], values["grad_norm"]
@@ -151,7 +160,7 @@ class MetricsWriter:
             f"consumed samples: {values['consumed_samples']:12d}",
             f"elapsed time per iteration (ms): {values['iteration_ms']:.1f}",
             f"learning rate: {values['learning_rate']:.3E}",
-            f"global batch size: {training.global_batch_size:5d}",
+            f"global batch size: {batch_size:5d}",
             *([f"lm loss: {loss:.6E}"] if loss is not None else []),
             f"loss scale: {values['loss_scale']:.1f}",
             *([f"grad norm: {norm:.3f}"] if norm is not None else []),
@@ -166,7 +175,7 @@ class MetricsWriter:
             f"TFLOP/s per device: {per_device / 1e12:.3g}",
             f"MFU: {f'{per_device / self.peak_flops:.1%}' if self.peak_flops else 'n/a'}",
             f"peak memory (GiB): {values['peak_memory_bytes'] / 2**30:.2f}",
-            f"time left: {format_duration(seconds * (training.train_iters - values['iteration']))}",
+            f"time left: {format_duration(seconds_left)}",
         ]
         return " " + " | ".join(parts) + " |"
 
@@ -211,6 +220,14 @@ class MetricsWriter:
             self.board.close()
 
 
+def _mean_loss(losses: list[float], newest: float) -> float | None:
+    """The mean over the steps of an interval that were not skipped. Where all were, nothing, unless the newest loss is
+    NaN or infinite: that is said as such."""
+    if losses:
+        return sum(losses) / len(losses)
+    return None if math.isfinite(newest) else newest
+
+
 class PausedClock:
     """Stops the step clock of a writer while it is entered."""
 
@@ -228,7 +245,8 @@ def metrics_path(config: Config) -> Path | None:
     """Where the run's metrics go: ``--metrics-file``, else beside the checkpoints; nowhere where nothing is saved."""
     if config.logging.metrics_file:
         return Path(config.logging.metrics_file)
-    return Path(config.checkpoint.save) / "metrics.jsonl" if config.checkpoint.save else None
+    save = None if config.training.skip_train else config.checkpoint.save
+    return Path(save) / "metrics.jsonl" if save else None
 
 
 def drop_lines_beyond(path: Path, iteration: int) -> None:

@@ -18,9 +18,11 @@ import torch
 from trimegatron.checkpoint.checkpoint import Progress, load_checkpoint
 from trimegatron.checkpoint.directory import checkpoints
 from trimegatron.checkpoint.resume import find_load, is_save_folder, resume_schedule
-from trimegatron.config import Config, read_train_args
-from trimegatron.data.build import build_datasets
+from trimegatron.config import Config, Schedule, read_train_args
+from trimegatron.data.build import Datasets, build_datasets
+from trimegatron.data.record import DataRecord
 from trimegatron.data_parallel.buffer import ParameterBuffer
+from trimegatron.determinism import make_deterministic
 from trimegatron.errors import ConfigError, UserError
 from trimegatron.mesh import Mesh, close_mesh, init_mesh, launched_world_size, select_device
 from trimegatron.metrics import Interval, MetricsWriter, metrics_path
@@ -47,6 +49,11 @@ def main(argv: list[str] | None = None) -> int:
             if is_first_of_node():
                 print(command.text(), end="")
             return 0
+        if command.dry_run:
+            from trimegatron.dry_run import dry_run  # it builds what this module builds
+
+            dry_run(command)
+            return 0
         config = command.config
         tokenizer = build_tokenizer(
             config.data.tokenizer_type,
@@ -60,6 +67,9 @@ def main(argv: list[str] | None = None) -> int:
         device = select_device(config.training.device)
         check_kernels(config, device)
         set_threads(device)
+        notes = list(command.notes)
+        if config.training.deterministic_mode:
+            notes.append(make_deterministic(device))
         mesh = init_mesh(
             device,
             tensor_parallel_size=config.parallel.tensor_model_parallel_size,
@@ -68,7 +78,7 @@ def main(argv: list[str] | None = None) -> int:
             timeout_minutes=config.parallel.distributed_timeout_minutes,
         )
         say: Say = partial(print, flush=True) if mesh.is_first_rank else _silent
-        for note in command.notes:
+        for note in notes:
             say(f"note: {note}")
         run(config, mesh, tokenizer, say)
         return 0
@@ -101,14 +111,25 @@ def run(config: Config, mesh: Mesh, tokenizer: Tokenizer, say: Say) -> None:
     checkpoint = Path(found) if found else None
     trainer = build_trainer(config, mesh, tokenizer, checkpoint, say)
     try:
-        trainer.train()
+        if config.training.skip_train:
+            trainer.evaluate_only()
+        else:
+            trainer.train()
     finally:
         trainer.metrics.close()
 
 
-def build_trainer(config: Config, mesh: Mesh, tokenizer: Tokenizer, checkpoint: Path | None, say: Say) -> Trainer:
-    """The trainer, at the start of the run or where ``checkpoint`` left it."""
-    datasets, data_record = on_every_rank(
+def build_trainer(
+    config: Config,
+    mesh: Mesh,
+    tokenizer: Tokenizer,
+    checkpoint: Path | None,
+    say: Say,
+    *,
+    data: tuple[Datasets, DataRecord] | None = None,
+) -> Trainer:
+    """The trainer, at the start of the run or where ``checkpoint`` left it; on ``data`` in place of the files'."""
+    datasets, data_record = data or on_every_rank(
         mesh, lambda: build_datasets(config, mesh.data.size, say), what="preparing the data", say=say
     )
     model = build_model(config, mesh)
@@ -156,7 +177,7 @@ def build_trainer(config: Config, mesh: Mesh, tokenizer: Tokenizer, checkpoint: 
         activation=spec.activation(config.data.seq_length, config.training.micro_batch_size),
     )
     metrics = MetricsWriter(config, spec, mesh, iteration=progress.iteration, interval=interval)
-    say(describe(config, mesh, spec))
+    say(describe(config, mesh, spec, schedule))
     trainer = Trainer(
         config,
         mesh=mesh,
@@ -200,7 +221,10 @@ def check_outputs(config: Config) -> None:
         ConfigError: an output cannot be written, or ``--save`` holds checkpoints that this run does not go on from.
     """
     save, load = config.checkpoint.save, config.checkpoint.load
-    outputs = {"--save": save, "--tensorboard-dir": config.logging.tensorboard_dir}
+    if config.training.skip_train:  # it writes --metrics-file only
+        save, outputs = None, {}
+    else:
+        outputs = {"--save": save, "--tensorboard-dir": config.logging.tensorboard_dir}
     if config.logging.metrics_file:
         outputs["--metrics-file"] = str(Path(config.logging.metrics_file).parent)
     for flag, output in outputs.items():
@@ -232,22 +256,27 @@ def build_scaler(config: Config) -> LossScaler:
     )
 
 
-def describe(config: Config, mesh: Mesh, spec: GPTSpec) -> str:
+def describe(config: Config, mesh: Mesh, spec: GPTSpec, schedule: Schedule) -> str:
     """A few lines on what is about to run."""
-    training, schedule = config.training, config.schedule
-    batch = training.global_batch_size
+    training = config.training
+    batch, sizes = training.global_batch_size, training.batch_sizes
     lines = [
         f"GPT with {spec.num_parameters / 1e6:.2f} M parameters, {config.precision.params_dtype}, on "
         f"{mesh.world.size} × {mesh.device.type}: data {mesh.data.size} × tensor {mesh.tensor.size} × pipeline "
         f"{mesh.pipeline.size} parallel{', sequence parallel' if config.parallel.sequence_parallel else ''}",
         f"a step is {batch} samples of {config.data.seq_length} tokens, in {config.num_micro_batches} micro-batches of "
         f"{training.micro_batch_size} on each of {mesh.data.size} data-parallel ranks",
-        f"learning rate: 0 to {config.optimizer.lr:g} over iterations 0 to {schedule.warmup_samples / batch:g}, "
-        f"{config.optimizer.lr_decay_style} to {config.optimizer.min_lr:g} at {schedule.decay_samples / batch:g} "
-        f"(warm-up included); the run ends at {training.train_iters}",
+        f"learning rate: {schedule.start_lr:g} to {schedule.lr:g} over iterations 0 to "
+        f"{sizes.iteration_at(schedule.warmup_samples):g}, {schedule.style} to "
+        f"{schedule.min_lr:g} at {sizes.iteration_at(schedule.decay_samples):g} (warm-up included); the run "
+        f"ends at {training.train_iters}",
     ]
     if mesh.pipeline.size > 1:
         lines.insert(1, describe_pipeline(config))
+    if sizes.start < batch:
+        lines.insert(
+            2, f"until sample {sizes.ramp_samples}: steps of {sizes.start} samples and {sizes.increment} more at a time"
+        )
     path = metrics_path(config)
     lines.append(f"metrics: {path}" if path else "metrics are not written: give --save or --metrics-file")
     return "\n".join(lines)

@@ -26,7 +26,9 @@ from trimegatron.data.cyclic import SampleDataset
 from trimegatron.data.loader import Batch, build_loader
 from trimegatron.data.record import DataRecord
 from trimegatron.data_parallel.buffer import ParameterBuffer
-from trimegatron.errors import DataError, DivergedError
+from trimegatron.divergence import check_overflow
+from trimegatron.errors import ConfigError, DataError
+from trimegatron.garbage import GarbageCollection
 from trimegatron.mesh import Mesh
 from trimegatron.metrics import MetricsWriter
 from trimegatron.optim.adamw import FlatAdamW
@@ -49,6 +51,7 @@ class StepResult:
     """Of the parameters that weight decay acts on."""
     grad_norm_others: float
     is_skipped: bool
+    num_samples: int
 
 
 class Trainer:
@@ -89,6 +92,7 @@ class Trainer:
             reset_position_ids=config.data.reset_position_ids,
             reset_attention_mask=config.data.reset_attention_mask,
         )
+        self.garbage = GarbageCollection(config.training)
         self.started = time.monotonic()
         self.saved_at: int | None = None
         token_bytes = tokenizer.token_bytes()
@@ -104,15 +108,17 @@ class Trainer:
                 self.save()
             return
         if training.eval_at_start and progress.iteration == 0:
-            self.evaluate("valid", self.datasets.valid, window=0)
+            self.validate()
         self.model.train()
-        with closing(self.loader(self.datasets.train, progress.consumed_samples)) as batches:
+        with self.garbage, closing(self.loader(self.datasets.train, progress.consumed_samples)) as batches:
             self.look_for_boundaries(self.datasets.train)
             self.metrics.start_clock()
             while not self.is_finished():
                 self.step_and_report(batches)
+                self.garbage.after_step(progress.iteration)
                 if training.eval_iters > 0 and progress.iteration % training.eval_interval == 0:
-                    self.evaluate("valid", self.datasets.valid, window=progress.iteration // training.eval_interval - 1)
+                    with self.garbage.around_evaluation():
+                        self.validate()
                 if save and progress.iteration % (config.checkpoint.save_interval or training.train_iters) == 0:
                     self.save()
                 if self.should_exit():
@@ -121,14 +127,30 @@ class Trainer:
             self.save()
         if self.is_finished() and training.eval_iters > 0:
             if progress.iteration % training.eval_interval != 0:  # else it was just evaluated
-                self.evaluate("valid", self.datasets.valid, window=progress.iteration // training.eval_interval)
+                self.validate()
             self.evaluate("test", self.datasets.test, window=0)
+
+    def evaluate_only(self) -> None:
+        """``--skip-train``: the losses that a training run measures at this iteration.
+
+        Raises:
+            ConfigError: there is no data to evaluate on.
+        """
+        if self.datasets.valid is None and self.datasets.test is None:
+            raise ConfigError("--skip-train needs validation or test data. Give them a share of --split, or their own")
+        self.validate()
+        self.evaluate("test", self.datasets.test, window=0)
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of the next step, all replicas together."""
+        return self.config.training.batch_sizes.at(self.progress.consumed_samples)
 
     def is_finished(self) -> bool:
         """Whether the run's iterations are done, or its samples where it is one by samples."""
         training, progress = self.config.training, self.progress
         if training.train_samples is not None:
-            return progress.consumed_samples + training.global_batch_size > training.train_samples
+            return progress.consumed_samples + self.batch_size > training.train_samples
         return progress.iteration >= training.train_iters
 
     def should_exit(self) -> bool:
@@ -149,15 +171,16 @@ class Trainer:
 
     def step_and_report(self, batches: Iterator[Batch]) -> None:
         """One training step, and its line: rate and loss scale are those after the step, as Megatron's."""
-        config, progress = self.config, self.progress
+        progress = self.progress
         result = self.train_step(batches)
-        samples = config.training.global_batch_size
         progress.iteration += 1
-        progress.consumed_samples += samples
+        progress.consumed_samples += result.num_samples
         if result.is_skipped:
             progress.skipped_iterations += 1
+            progress.skipped_in_a_row += 1
         else:
-            progress.scheduled_samples += samples
+            progress.skipped_in_a_row = 0
+            progress.scheduled_samples += result.num_samples
         is_nan = not math.isfinite(result.loss)
         progress.nan_iterations += is_nan
         self.metrics.step(
@@ -172,7 +195,8 @@ class Trainer:
                 "nan": int(is_nan),
                 **self.optional_norms(result),
             },
-            num_samples=samples,
+            num_samples=result.num_samples,
+            is_last=self.is_finished(),
         )
 
     def train_step(self, batches: Iterator[Batch]) -> StepResult:
@@ -182,10 +206,13 @@ class Trainer:
         cutting the batch gives the same gradient; the factor to the mean over the unmasked tokens comes after the
         sum over ranks.
         """
-        config = self.config
-        all_tokens = config.training.global_batch_size * config.data.seq_length
-        self.buffer.start(config.num_micro_batches)
-        loss_sum, num_tokens = self.engine.run(self.take(batches), backward_scale=self.scaler.scale / all_tokens)
+        config, num_samples = self.config, self.batch_size
+        num_micro_batches = config.micro_batches_of(num_samples)
+        all_tokens = num_samples * config.data.seq_length
+        self.buffer.start(num_micro_batches)
+        loss_sum, num_tokens = self.engine.run(
+            self.take(batches, num_micro_batches), backward_scale=self.scaler.scale / all_tokens
+        )
         self.buffer.finish()
         squares = squared_norms(self.buffer.counted_grads(), device=self.mesh.device, kernels=config.model.kernels)
         loss_sum, num_tokens, *squares_of_groups = self.sum_over_ranks(replica=(loss_sum, num_tokens), own=squares)
@@ -198,7 +225,14 @@ class Trainer:
         loss, grad_norm, decayed, others = torch.stack([loss_sum / tokens, norm, *norms_of_groups]).tolist()
         overflowed = not math.isfinite(grad_norm)
         if overflowed:
-            self.check_overflow(loss)
+            check_overflow(
+                config,
+                self.progress,
+                self.data_record,
+                loss=loss,
+                loss_scale=self.scaler.scale,
+                num_samples=num_samples,
+            )
         else:
             progress = self.progress
             self.optimizer.step(
@@ -207,29 +241,13 @@ class Trainer:
                 grad_multiplier=unscale * clip_factor(norm, config.optimizer.clip_grad),
             )
         self.scaler.update(overflowed)
-        return StepResult(loss, grad_norm, decayed, others, is_skipped=overflowed)
+        return StepResult(loss, grad_norm, decayed, others, is_skipped=overflowed, num_samples=num_samples)
 
-    def check_overflow(self, loss: float) -> None:
-        """Gradients that are not finite never touch the weights. With fp16 the scale adapts; else the run has diverged.
-
-        Raises:
-            DivergedError: the loss or the gradient is not finite, and the options do not say to go on.
-        """
-        config, progress = self.config, self.progress
-        if not config.training.check_for_nan_in_loss_and_grad:
-            return
-        can_adapt = config.precision.fp16 and config.precision.loss_scale is None
-        if can_adapt and math.isfinite(loss) and self.scaler.scale > config.precision.min_loss_scale:
-            return
-        first = progress.consumed_samples
-        reason = "the gradient norm is not finite" if math.isfinite(loss) else f"the loss is {loss}"
-        if can_adapt and math.isfinite(loss):
-            reason += f" at the smallest loss scale, {self.scaler.scale:g}"
-        raise DivergedError(
-            f"training diverged at iteration {progress.iteration + 1} (samples {first} to "
-            f"{first + config.training.global_batch_size - 1} of the run): {reason}. Lower --lr or lengthen the "
-            "warm-up; --no-check-for-nan-in-loss-and-grad skips such steps instead"
-        )
+    def validate(self) -> None:
+        """The validation loss at this iteration. Each evaluation of a run has its own samples; so the end of an
+        interval has those of the interval, and an iteration within one those that its end would have."""
+        window = max(0, self.progress.iteration - 1) // self.config.training.eval_interval
+        self.evaluate("valid", self.datasets.valid, window=window)
 
     @torch.no_grad()
     def evaluate(self, split: str, dataset: SampleDataset | None, *, window: int) -> None:
@@ -244,7 +262,7 @@ class Trainer:
             totals = torch.zeros(3, device=self.mesh.device, dtype=torch.float64)
             with closing(self.loader(dataset, first_sample)) as batches:
                 for _ in range(eval_iters):
-                    micro_batches = list(self.take(batches))
+                    micro_batches = list(self.take(batches, config.num_micro_batches))
                     loss_sum, num_tokens = self.engine.run(micro_batches, backward_scale=None)
                     totals += torch.stack([loss_sum, num_tokens, self.count_bytes(micro_batches)])
             self.model.train()
@@ -299,14 +317,14 @@ class Trainer:
             if note is not None:
                 self.say(f"note: {note}")
 
-    def take(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """The micro-batches of one global batch, on the device.
+    def take(self, batches: Iterator[Batch], num_micro_batches: int) -> Iterator[Batch]:
+        """This rank's micro-batches of one global batch, on the device.
 
         Raises:
             DataError: an id is none of the vocabulary: looked up, it would be another rank's row or nobody's.
         """
         vocab_size = self.config.model.vocab_size
-        for _ in range(self.config.num_micro_batches):
+        for _ in range(num_micro_batches):
             batch = next(batches)
             largest = int(max(batch.tokens.max(), batch.labels.max()))
             if vocab_size is not None and largest >= vocab_size:

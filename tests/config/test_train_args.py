@@ -76,6 +76,21 @@ def test_warmup_fraction(work: Path) -> None:
     assert config.schedule.warmup_samples == 0.25 * 10 * 8
 
 
+def test_warm_up_stable_decay(work: Path) -> None:
+    line = "--lr-decay-style WSD --lr-wsd-decay-iters 5 --lr-warmup-init 1e-4 --lr-warmup-iters 4"
+    done = read(line)
+    schedule = done.config.schedule
+    assert (schedule.start_lr, schedule.wsd_style, schedule.wsd_samples) == (1e-4, "exponential", 20)
+    lines = [" ".join(line.split()) for line in done.text().splitlines()]
+    assert "start: iteration 0 sample 0 learning rate 0.0001" in lines
+    assert "decay begins: iteration 15 sample 60 learning rate 0.001" in lines
+    by_samples = read(
+        "--train-samples 80 --lr-decay-style WSD --lr-wsd-decay-samples 30 --lr-wsd-decay-style minus_sqrt",
+        without="--train-iters",
+    )
+    assert by_samples.config.schedule.stable_samples == 50
+
+
 def test_saved_form_round_trip(work: Path) -> None:
     for line, world_size in ((BLOG, 8), (LINE, 1), (LINE + " --bf16 --eval-at-start", 2)):
         config = read(line=line, world_size=world_size).config
@@ -153,6 +168,8 @@ def test_explain_never_trains(work: Path, capsys: pytest.CaptureFixture[str]) ->
     ("extra", "note"),
     [
         ("--save-interval 5", "--save-interval has no effect: there is no --save."),
+        ("--lr-warmup-init 1e-4", "--lr-warmup-init has no effect: there is no warm-up."),
+        ("--lr-wsd-decay-iters 4", "--lr-wsd-decay-iters has no effect: --lr-decay-style is not WSD."),
         ("--finetune", "--finetune has no effect: there is no --load."),
         ("--hysteresis 4", "--hysteresis has no effect: only --fp16 scales the loss."),
         ("--no-load-rng --load x", "--no-load-rng has no effect: randomness is a function of the seed"),

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from trimegatron.config.blend import Blend
+from trimegatron.data.blended_dataset import build_splits
+from trimegatron.data.cyclic import CyclicDataset
+from trimegatron.data.gpt_dataset import GPTDatasetBuilder
+from trimegatron.data.indexed_writer import IndexedDatasetWriter
 from trimegatron.data.record import DataRecord
 from trimegatron.errors import CheckpointError
 
@@ -67,3 +73,40 @@ def test_the_rules_of_the_other_year_are_refused() -> None:
     state = saved(record(megatron_compat=2022), 7)
     with pytest.raises(CheckpointError, match="--megatron-compat 2022 to read on, or --finetune"):
         record().resume(state, 7)
+
+
+def test_documents_of_samples(tmp_path: Path):
+    """Each document repeats its own number, so a sample's tokens are the documents it holds."""
+    prefixes = [tmp_path / "a", tmp_path / "b"]
+    for base, prefix in zip((0, 100), prefixes, strict=True):
+        with IndexedDatasetWriter(prefix, np.uint16) as writer:
+            for document in range(30):
+                writer.add_document([base + document] * (3 + document % 7), [3 + document % 7])
+    builder = GPTDatasetBuilder(8, 1234, log=lambda line: None)
+    for blend in (Blend((str(prefixes[0]),), None), Blend(tuple(map(str, prefixes)), (1.0, 2.0))):
+        train = build_splits({"data": blend}, split="1,0,0", num_samples={"train": 60}, builder=builder)["train"]
+        assert train is not None
+        for dataset in (train, CyclicDataset(train, 2, 2, sharded=True)):
+            for samples in ([0], [3, 4, 5, 6], list(range(20, 60))):
+                tokens = {int(token) for sample in samples for token in dataset[sample]}
+                found = dataset.documents(np.array(samples))
+                assert tokens == {
+                    100 * prefixes.index(Path(prefix)) + document
+                    for prefix, documents in found.items()
+                    for document in documents.tolist()
+                }
+                assert all((np.diff(documents) > 0).all() for documents in found.values())
+
+
+def test_description_in_words(tmp_path: Path):
+    with IndexedDatasetWriter(tmp_path / "a", np.uint16) as writer:
+        for document in range(30):
+            writer.add_document([document] * 2, [2])
+    builder = GPTDatasetBuilder(8, 1234, log=lambda line: None)
+    blend = {"data": Blend((str(tmp_path / "a"),), None)}
+    train = build_splits(blend, split="1,0,0", num_samples={"train": 6}, builder=builder)["train"]
+    assert train is not None
+    documents = train.documents(np.array([2]))[str(tmp_path / "a")].tolist()
+    record = DataRecord({}, train)
+    assert record.describe(2, 1) == f"documents {', '.join(map(str, documents))} of {tmp_path / 'a'}"
+    assert record.describe(0, 4).endswith(f" more of {tmp_path / 'a'}")

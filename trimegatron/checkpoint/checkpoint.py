@@ -62,6 +62,8 @@ class Progress:
     scheduled_samples: int = 0
     """Samples of the steps that were not skipped: where the learning rate goes on."""
     skipped_iterations: int = 0
+    skipped_in_a_row: int = 0
+    """The last steps, up to the newest."""
     nan_iterations: int = 0
 
 

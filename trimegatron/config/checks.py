@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trimegatron.config.groups import ParallelConfig, TrainingConfig
-from trimegatron.config.io_groups import DataConfig
 from trimegatron.config.options import fail, kebab
 from trimegatron.config.pipeline import check_num_micro_batches, check_stages
+from trimegatron.config.schedule import Schedule
+from trimegatron.errors import ConfigError
 
 if TYPE_CHECKING:
     from trimegatron.config.config import Config
@@ -30,6 +31,43 @@ def check_global_batch(training: TrainingConfig, parallel: ParallelConfig) -> No
             f"{training.global_batch_size} / {one_pass} leaves {training.global_batch_size % one_pass}",
             f"Use a multiple of {one_pass}, or another micro-batch size or number of processes.",
         )
+    if training.rampup_batch_size is not None:
+        _check_ramp(training, one_pass)
+
+
+def _check_ramp(training: TrainingConfig, one_pass: int) -> None:
+    """The batch grows in whole increments, and every size on the way is cut into whole micro-batches."""
+    assert training.rampup_batch_size is not None
+    name, shown = "rampup_batch_size", " ".join(map(str, training.rampup_batch_size))
+    start, increment, _ = training.rampup_batch_size
+    full = training.global_batch_size
+    if training.train_samples is None:
+        fail(name, shown, "needs a run by samples", way_out="Give --train-samples in place of --train-iters.")
+    if start >= full:
+        fail(
+            name,
+            shown,
+            f"must start below --global-batch-size ({full})",
+            way_out="Start smaller, or leave the option out.",
+        )
+    if (full - start) % increment:
+        fail(
+            name,
+            shown,
+            f"must reach --global-batch-size ({full}) in whole increments",
+            f"({full} - {start}) / {increment} leaves {(full - start) % increment}",
+            "Change one of the three.",
+        )
+    for size in training.batch_sizes.sizes():
+        if size % one_pass:
+            fail(
+                name,
+                shown,
+                f"must pass through multiples of --micro-batch-size ({training.micro_batch_size}) x data parallel size "
+                f"({one_pass // training.micro_batch_size}) only",
+                f"the batch of {size} leaves {size % one_pass} of {one_pass}",
+                f"Use a start and an increment that are multiples of {one_pass}.",
+            )
 
 
 def check_length(training: TrainingConfig) -> None:
@@ -39,19 +77,20 @@ def check_length(training: TrainingConfig) -> None:
         if iterations is None:
             fail("train_iters", None, "or --train-samples is required", way_out="Say how long to train.")
         return
-    if samples < batch:
+    sizes = training.batch_sizes
+    if samples < sizes.start:
         fail(
             "train_samples",
             samples,
-            f"must hold at least one global batch ({batch})",
+            f"must hold at least one global batch ({sizes.start})",
             way_out="Train on more samples or lower --global-batch-size.",
         )
-    if iterations not in (None, samples // batch):
+    if iterations not in (None, sizes.num_steps(samples)):
         fail(
             "train_iters",
             iterations,
             f"and --train-samples ({samples}) exclude each other",
-            f"{samples} samples are {samples // batch} iterations of {batch}",
+            f"{samples} samples are {sizes.num_steps(samples)} iterations of {batch}",
             "Give one of the two.",
         )
 
@@ -71,6 +110,8 @@ def check_config(config: Config) -> None:
             f"is required with --save ({config.checkpoint.save})",
             way_out="Say every how many iterations to save.",
         )
+    if config.training.skip_train and config.training.eval_iters == 0:
+        fail("skip_train", None, "needs --eval-iters above 0", way_out="Say how many global batches to evaluate on.")
     _check_supported(config)
 
 
@@ -114,7 +155,7 @@ def _check_schedule(config: Config) -> None:
     optimizer, training = config.optimizer, config.training
     by_iterations = training.train_samples is None
     wrong, right = ("samples", "iters") if by_iterations else ("iters", "samples")
-    for stem in ("lr_decay", "lr_warmup"):
+    for stem in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
         value = getattr(optimizer, f"{stem}_{wrong}")
         if value:
             fail(
@@ -134,6 +175,23 @@ def _check_schedule(config: Config) -> None:
             f"must be below {decay} ({getattr(optimizer, f'lr_decay_{right}')})",
             way_out=f"Shorten the warm-up or set {decay} (default: {kebab(f'train_{right}')}).",
         )
+    if optimizer.lr_decay_style == "WSD":
+        _check_wsd(schedule, f"lr_wsd_decay_{right}", getattr(optimizer, f"lr_wsd_decay_{right}"))
+
+
+def _check_wsd(schedule: Schedule, name: str, value: int | None) -> None:
+    """The decay has a length, and begins behind the warm-up."""
+    if value is None:
+        fail(name, None, "is required with --lr-decay-style WSD", way_out="Give the length of the decay.")
+    if schedule.stable_samples < schedule.warmup_samples:
+        fail(
+            name,
+            value,
+            "must fit between the end of the warm-up and that of the decay",
+            f"the warm-up ends at sample {schedule.warmup_samples:g}, the decay at {schedule.decay_samples}, and this "
+            f"is {schedule.wsd_samples} samples",
+            "Shorten the warm-up or this decay.",
+        )
 
 
 def _check_supported(config: Config) -> None:
@@ -152,9 +210,24 @@ def _check_supported(config: Config) -> None:
             fail(name, value, "is not supported yet", way_out=way_out)
 
 
-def check_machine(config: Config) -> None:
-    """The input files and the optional packages the configuration asks for; not asked of a configuration read back."""
-    _check_data_path(config.data)
+def check_machine(config: Config, *, only_note: bool = False) -> list[str]:
+    """The input files and the optional packages the configuration asks for; not asked of a configuration read back.
+
+    Returns:
+        With ``only_note`` what is missing; nothing else would come through.
+    """
+    missing = []
+    for check in (_check_data_path, _check_tokenizer, _check_tensorboard):
+        try:
+            check(config)
+        except ConfigError as error:
+            if not only_note:
+                raise
+            missing.append(str(error))
+    return missing
+
+
+def _check_tokenizer(config: Config) -> None:
     tokenizer = config.data.tokenizer_type
     needed = {
         "GPT2BPETokenizer": (("vocab_file", "--vocab-file"), ("merge_file", "--merge-file")),
@@ -166,6 +239,9 @@ def check_machine(config: Config) -> None:
             fail(name, None, f"is required with --tokenizer-type {tokenizer}", way_out=f"Give {flag} PATH.")
         if not (Path(path).exists() if name == "tokenizer_model" else Path(path).is_file()):
             fail(name, path, "must be an existing file", "there is none", "Check the path.")
+
+
+def _check_tensorboard(config: Config) -> None:
     if config.logging.tensorboard_dir is not None and importlib.util.find_spec("tensorboard") is None:
         fail(
             "tensorboard_dir",
@@ -175,8 +251,8 @@ def check_machine(config: Config) -> None:
         )
 
 
-def _check_data_path(data: DataConfig) -> None:
-    blends = data.blends()
+def _check_data_path(config: Config) -> None:
+    blends = config.data.blends()
     if not blends:
         fail(
             "data_path",

@@ -76,18 +76,10 @@ FOREIGN: tuple[Foreign, ...] = (
     _ignored("use_flash_attn", False, "--attention-backend says how attention is computed"),
     # Training
     _ignored("sgd_momentum", 0.9, "it acts with --optimizer sgd only, which is not supported yet"),
-    _later(
-        "rampup_batch_size", None, "Leave it out; train with the full --global-batch-size from the start.", list[str]
-    ),
     _later("exit_signal_handler", False, "Leave it out; use --exit-interval or --exit-duration-in-mins."),
     _ignored("data_parallel_random_init", False, SAME_WEIGHTS),
     _ignored("init_method_xavier_uniform", False, "Megatron-LM's GPT does not read it either: weights are normal"),
-    _later("lr_warmup_init", 0.0, "Leave it out: the warm-up starts at 0."),
-    _later("lr_wsd_decay_style", "exponential", "Use --lr-decay-style constant, linear or cosine."),
-    _later("lr_wsd_decay_iters", None, "Use --lr-decay-style constant, linear or cosine.", int),
-    _later("lr_wsd_decay_samples", None, "Use --lr-decay-style constant, linear or cosine.", int),
     _ignored("calculate_per_token_loss", False, "the loss always weighs tokens, over the whole global batch"),
-    _later("skip_train", False, "Leave it out; evaluation runs during training (--eval-interval, --eval-at-start)."),
     _never("batch_size", None, "Use --micro-batch-size.", str),
     _never("warmup", None, "Use --lr-warmup-fraction.", str),
     # Checkpoints

@@ -8,8 +8,9 @@ from typing import Any
 
 from trimegatron.config.checks import check_config, check_global_batch, check_length
 from trimegatron.config.flags import build
-from trimegatron.config.groups import ModelConfig, OptimizerConfig, ParallelConfig, PrecisionConfig, TrainingConfig
+from trimegatron.config.groups import ModelConfig, ParallelConfig, PrecisionConfig, TrainingConfig
 from trimegatron.config.io_groups import CheckpointConfig, DataConfig, LoggingConfig
+from trimegatron.config.optimizer_group import OptimizerConfig
 from trimegatron.config.recompute import RecomputeConfig
 from trimegatron.config.schedule import Schedule
 from trimegatron.errors import ConfigError
@@ -45,7 +46,7 @@ class Config:
                 optimizer = dataclasses.replace(optimizer, lr_decay_iters=training.train_iters)
         else:
             if training.train_iters is None:
-                iterations = training.train_samples // training.global_batch_size
+                iterations = training.batch_sizes.num_steps(training.train_samples)
                 training = dataclasses.replace(training, train_iters=iterations)
             if optimizer.lr_decay_samples is None:
                 optimizer = dataclasses.replace(optimizer, lr_decay_samples=training.train_samples)
@@ -55,8 +56,20 @@ class Config:
 
     @property
     def num_micro_batches(self) -> int:
-        """Forward passes of one step on one data-parallel rank."""
-        return self.training.global_batch_size // (self.training.micro_batch_size * self.parallel.data_parallel_size)
+        """Forward passes of a step of the full global batch on one data-parallel rank."""
+        return self.micro_batches_of(self.training.global_batch_size)
+
+    def micro_batches_of(self, samples: int) -> int:
+        """Forward passes of a step of ``samples`` on one data-parallel rank."""
+        return samples // (self.training.micro_batch_size * self.parallel.data_parallel_size)
+
+    @property
+    def num_samples(self) -> int:
+        """Samples that the whole run consumes."""
+        training = self.training
+        if training.train_samples is None:
+            return training.train_iters * training.global_batch_size
+        return training.batch_sizes.within(training.train_samples)[1]
 
     @property
     def num_model_chunks(self) -> int:
@@ -74,12 +87,15 @@ class Config:
             assert optimizer.lr_decay_iters is not None
             decay = optimizer.lr_decay_iters * training.global_batch_size
             warmup: float = optimizer.lr_warmup_iters * training.global_batch_size
+            wsd = (optimizer.lr_wsd_decay_iters or 0) * training.global_batch_size
             total = training.train_iters * training.global_batch_size
         else:
             assert optimizer.lr_decay_samples is not None
             decay, warmup, total = optimizer.lr_decay_samples, optimizer.lr_warmup_samples, training.train_samples
+            wsd = optimizer.lr_wsd_decay_samples or 0
         if optimizer.lr_warmup_fraction is not None:
             warmup = optimizer.lr_warmup_fraction * decay
+        is_wsd = optimizer.lr_decay_style == "WSD"
         return Schedule(
             lr=optimizer.lr,
             min_lr=optimizer.min_lr,
@@ -90,6 +106,9 @@ class Config:
             start_weight_decay=optimizer.start_weight_decay,
             end_weight_decay=optimizer.end_weight_decay,
             weight_decay_style=optimizer.weight_decay_incr_style,
+            start_lr=optimizer.lr_warmup_init,
+            wsd_style=optimizer.lr_wsd_decay_style if is_wsd else None,
+            wsd_samples=wsd if is_wsd else 0,
         )
 
     def to_dict(self) -> dict[str, dict[str, Any]]:

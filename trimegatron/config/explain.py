@@ -52,29 +52,35 @@ def _show(value: Any) -> str:
         return "yes" if value else "no"
     if isinstance(value, float):
         return show_number(value)
-    return " ".join(value) if isinstance(value, list) else str(value)
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _summary(config: Config) -> Iterator[str]:
     training, schedule = config.training, config.schedule
-    batch = training.global_batch_size
+    batch, sizes = training.global_batch_size, training.batch_sizes
     yield (
         f"global batch: {batch} samples = {training.micro_batch_size} (micro-batch) x "
         f"{config.parallel.data_parallel_size} (data parallel) x {config.num_micro_batches} (micro-batches a step)"
     )
-    tokens = training.train_iters * batch * config.data.seq_length
+    if sizes.start < batch:
+        yield (
+            f"batch ramp: {sizes.start} samples, then {sizes.increment} more at a time, {batch} from sample "
+            f"{sizes.ramp_samples:,} on, iteration {sizes.iteration_at(sizes.ramp_samples):,.10g}"
+        )
+    whole = config.num_samples
     yield (
-        f"whole run: {training.train_iters:,} iterations, {training.train_iters * batch:,} samples, {tokens:,} tokens; "
-        f"{batch * config.data.seq_length:,} tokens a step"
+        f"whole run: {training.train_iters:,} iterations, {whole:,} samples, "
+        f"{whole * config.data.seq_length:,} tokens; {batch * config.data.seq_length:,} tokens a step"
     )
     corners = [
         ("start", 0),
         ("warm-up ends", schedule.warmup_samples),
+        *([("decay begins", schedule.stable_samples)] if schedule.style == "WSD" else []),
         ("decay ends", schedule.decay_samples),
         ("run ends", schedule.total_samples),
     ]
     for name, samples in corners:
         yield (
-            f"{name + ':':<14} iteration {samples / batch:>12,.10g}   sample {samples:>16,.10g}   "
+            f"{name + ':':<14} iteration {sizes.iteration_at(samples):>12,.10g}   sample {samples:>16,.10g}   "
             f"learning rate {schedule.learning_rate(samples):.6g}"
         )

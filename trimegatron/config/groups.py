@@ -1,4 +1,5 @@
-"""The training configuration: the model and how it is optimized. Files and logs are in ``io_groups.py``.
+"""The training configuration: the model, the run, its precision and layout. ``optimizer_group.py`` has the optimizer,
+``io_groups.py`` files and logs.
 
 Names, meanings and defaults are Megatron-LM's (those of 2022 where the years differ); "ours" marks what it has not.
 Rules between groups are in ``checks.py``. Sizes are counts of features, tokens, samples or iterations.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from trimegatron.config.batching import BatchSizes
 from trimegatron.config.options import REQUIRED, Options, fail, option
 from trimegatron.config.pipeline import SCHEDULES, check_pipeline_schedule
 
@@ -85,102 +87,6 @@ class ModelConfig(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerConfig(Options):
-    """Optimizer and learning rate"""
-
-    optimizer: str = option("adam", "adam is AdamW", choices=("adam", "sgd"))
-    lr: float = option(REQUIRED, "peak learning rate")
-    min_lr: float = option(0.0, "learning rate after the decay")
-    lr_decay_style: str = option("linear", "shape of the decay", choices=("constant", "linear", "cosine"))
-    lr_decay_iters: int | None = option(
-        None, "where the decay ends", unit="iterations", derived="train-iters", minimum=1
-    )
-    lr_decay_samples: int | None = option(
-        None, "where the decay ends, in a run by samples", unit="samples", derived="train-samples", minimum=1
-    )
-    lr_warmup_fraction: float | None = option(None, "linear warm-up, as a fraction of the decay length")
-    lr_warmup_iters: int = option(0, "linear warm-up", unit="iterations")
-    lr_warmup_samples: int = option(0, "linear warm-up, in a run by samples", unit="samples")
-    weight_decay: float = option(0.01, "decoupled weight decay; none on biases and 1-D parameters")
-    start_weight_decay: float = option(None, "weight decay at the start of a ramp", derived="weight-decay")
-    end_weight_decay: float = option(None, "weight decay at the end of a ramp", derived="weight-decay")
-    weight_decay_incr_style: str = option(
-        "constant", "shape of the ramp from start to end", choices=("constant", "linear", "cosine")
-    )
-    clip_grad: float = option(1.0, "largest global norm of the gradient; 0 turns clipping off")
-    adam_beta1: float = option(0.9, "decay of the first moment")
-    adam_beta2: float = option(0.999, "decay of the second moment")
-    adam_eps: float = option(1e-8, "epsilon of Adam, outside the square root")
-    override_opt_param_scheduler: bool = option(
-        False,
-        "on --load keep the schedule of the command line",
-        flags=("--override-opt_param-scheduler",),
-    )
-    use_checkpoint_opt_param_scheduler: bool = option(
-        False,
-        "on --load take the schedule of the checkpoint (with neither option the two must agree)",
-        flags=("--use-checkpoint-opt_param-scheduler",),
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.min_lr > self.lr:
-            fail("min_lr", self.min_lr, f"must not be above --lr ({self.lr})", way_out="Lower it or raise --lr.")
-        for name in ("adam_beta1", "adam_beta2"):
-            if not getattr(self, name) < 1:
-                fail(name, getattr(self, name), "must be in [0, 1)")
-        if self.lr_warmup_fraction is not None:
-            self._check_warmup_fraction(self.lr_warmup_fraction)
-        if self.override_opt_param_scheduler and self.use_checkpoint_opt_param_scheduler:
-            fail(
-                "override_opt_param_scheduler",
-                True,
-                "and --use-checkpoint-opt-param-scheduler exclude each other",
-                way_out="Give one of the two.",
-            )
-        self._resolve_weight_decay()
-
-    def _check_warmup_fraction(self, fraction: float) -> None:
-        if not fraction < 1:
-            fail("lr_warmup_fraction", fraction, "must be in [0, 1)")
-        for name in ("lr_warmup_iters", "lr_warmup_samples"):
-            if getattr(self, name):
-                fail(
-                    name,
-                    getattr(self, name),
-                    f"and --lr-warmup-fraction ({fraction}) exclude each other",
-                    way_out="Give the warm-up once.",
-                )
-
-    def _resolve_weight_decay(self) -> None:
-        """Constant: start and end are the weight decay. A ramp needs both."""
-        for name in ("start_weight_decay", "end_weight_decay"):
-            value = getattr(self, name)
-            if self.weight_decay_incr_style == "constant":
-                if value not in (None, self.weight_decay):
-                    fail(
-                        name,
-                        value,
-                        "needs a ramp, but --weight-decay-incr-style is constant",
-                        way_out="Set the style to linear or cosine, or give --weight-decay alone.",
-                    )
-                self._derive(**{name: self.weight_decay})
-            elif value is None:
-                fail(
-                    name,
-                    value,
-                    f"is required with --weight-decay-incr-style {self.weight_decay_incr_style}",
-                    way_out="Give both ends of the ramp.",
-                )
-        if self.start_weight_decay > self.end_weight_decay:
-            fail(
-                "start_weight_decay",
-                self.start_weight_decay,
-                f"must not be above --end-weight-decay ({self.end_weight_decay})",
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
 class TrainingConfig(Options):
     """Training and evaluation"""
 
@@ -189,6 +95,13 @@ class TrainingConfig(Options):
     )
     global_batch_size: int = option(
         None, "samples of one step", unit="samples", derived="micro-batch-size x data parallel size", minimum=1
+    )
+    rampup_batch_size: list[int] | None = option(
+        None,
+        "START INCREMENT SAMPLES: the global batch grows from START by INCREMENT to --global-batch-size over the first "
+        "SAMPLES samples; in a run by samples",
+        unit="samples",
+        minimum=1,
     )
     train_iters: int = option(
         None,
@@ -207,12 +120,41 @@ class TrainingConfig(Options):
     eval_iters: int = option(100, "global batches of one evaluation; 0: none", unit="iterations")
     eval_at_start: bool = option(False, "ours. Evaluate before the first step too")
     check_for_nan_in_loss_and_grad: bool = option(True, "go on when the loss or the gradient norm is not finite")
+    stop_after_skipped_steps: int | None = option(
+        None,
+        "ours. End the run after so many skipped steps in a row; without it fp16 ends at the smallest loss scale",
+        unit="iterations",
+        minimum=1,
+    )
+    skip_train: bool = option(False, "evaluate on the validation and test data only; nothing is saved")
+    manual_gc: bool = option(False, "collect Python's garbage at the same step on every rank, not when Python likes")
+    manual_gc_interval: int = option(0, "time between the collections of --manual-gc; 0: none", unit="iterations")
+    manual_gc_eval: bool = option(True, "with --manual-gc, do not collect before and after evaluations")
+    deterministic_mode: bool = option(
+        False,
+        "the same bits from the same command on a GPU too; what is not deterministic there is replaced or refused",
+    )
     device: str = option("auto", "ours. auto: cuda where there is one", choices=("auto", "cpu", "cuda"))
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.seed > MAX_SEED:
             fail("seed", self.seed, f"must be in 1..{MAX_SEED}")
+        ramp = self.rampup_batch_size
+        if ramp is not None and len(ramp) != 3:
+            fail(
+                "rampup_batch_size",
+                " ".join(map(str, ramp)),
+                "must be three whole numbers: START INCREMENT SAMPLES",
+                f"got {len(ramp)}",
+                "For example 16 16 100000.",
+            )
+
+    @property
+    def batch_sizes(self) -> BatchSizes:
+        """The global batch of every step."""
+        full = self.global_batch_size
+        return BatchSizes(full, *self.rampup_batch_size) if self.rampup_batch_size else BatchSizes(full, full)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,6 +23,14 @@ class CommandConfig(Options):
     explain: bool = option(
         False, "print every resolved value, where it came from and the schedule's corner points, then exit"
     )
+    dry_run: bool = option(
+        False,
+        "ours. Build one rank of each pipeline stage without memory or processes, walk through a step, print sizes and "
+        "messages, then exit",
+    )
+    world_size: int | None = option(
+        None, "ours. With --dry-run: processes of the run that is tried", unit="processes", minimum=1
+    )
 
 
 @dataclass(frozen=True)
@@ -36,6 +44,8 @@ class ExplainedConfig:
     """What the user should know, one line each: options without effect. For rank 0 to print."""
     explain: bool
     """--explain was given: print ``text()`` and stop."""
+    dry_run: bool = False
+    """--dry-run was given."""
 
     def text(self) -> str:
         return explain(self.config, self.sources, self.notes)
@@ -61,6 +71,16 @@ def read_train_args(argv: Sequence[str], *, world_size: int) -> ExplainedConfig:
     )
     notes = foreign_notes(given.values)
     require(list(GROUPS.values()), given.values, prog=PROG)
+    dry_run = bool(given.values.get("dry_run"))
+    if given.values.get("world_size") is not None:
+        if not dry_run:
+            fail(
+                "world_size",
+                given.values["world_size"],
+                "needs --dry-run",
+                way_out="torchrun starts a run's processes.",
+            )
+        world_size = given.values["world_size"]
     _check_one_length(given)
     groups: dict[str, Any] = {
         name: build(
@@ -71,9 +91,9 @@ def read_train_args(argv: Sequence[str], *, world_size: int) -> ExplainedConfig:
         for name, group in GROUPS.items()
     }
     config = Config(**groups)
-    check_machine(config)
+    notes += [f"not there, so not checked: {problem}" for problem in check_machine(config, only_note=dry_run)]
     notes += _idle_options(config, given) + _overruled(config, given)
-    return ExplainedConfig(config, given.sources, notes, bool(given.values.get("explain")))
+    return ExplainedConfig(config, given.sources, notes, bool(given.values.get("explain")), dry_run)
 
 
 def parse_train_args(argv: Sequence[str], *, world_size: int) -> Config:
@@ -108,6 +128,17 @@ def _idle_options(config: Config, given: Given) -> list[str]:
     idle: list[tuple[str, bool, str]] = [
         ("attention_softmax_in_fp32", True, "the softmax is always computed in float32"),
         ("pipeline_schedule", config.parallel.pipeline_model_parallel_size == 1, "there is one pipeline stage"),
+        ("lr_warmup_init", config.schedule.warmup_samples == 0, "there is no warm-up"),
+        *(
+            (name, config.optimizer.lr_decay_style != "WSD", "--lr-decay-style is not WSD")
+            for name in ("lr_wsd_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples")
+        ),
+        *(
+            (name, not config.training.manual_gc, "there is no --manual-gc")
+            for name in ("manual_gc_interval", "manual_gc_eval")
+        ),
+        ("save", config.training.skip_train, "--skip-train saves nothing"),
+        ("tensorboard_dir", config.training.skip_train, "--skip-train writes no points"),
         ("eval_at_start", config.training.eval_iters == 0, "--eval-iters is 0"),
         *(
             (name, no_board, "there is no --tensorboard-dir")

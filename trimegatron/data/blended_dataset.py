@@ -85,6 +85,17 @@ class BlendedDataset:
                 found[prefix] = found.get(prefix, 0) + count
         return found
 
+    def documents(self, samples: np.ndarray) -> dict[str, np.ndarray]:
+        """Which documents of which prefix the ``samples``, dataset indices, hold tokens of, in ascending order."""
+        sets, numbers = self.indices.dataset_index[samples], self.indices.dataset_sample_index[samples]
+        found: dict[str, np.ndarray] = {}
+        for k in np.unique(sets).tolist():
+            dataset = self.datasets[k]
+            assert dataset is not None
+            for prefix, documents in dataset.documents(numbers[sets == k]).items():
+                found[prefix] = np.union1d(found.get(prefix, documents), documents)
+        return found
+
     def __reduce__(self) -> tuple[Any, ...]:
         if not self.index_files:
             return BlendedDataset, (self.datasets, self.indices, self.name)

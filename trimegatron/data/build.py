@@ -29,7 +29,7 @@ def build_datasets(config: Config, data_parallel_size: int, say: Callable[[str],
     training, data = config.training, config.data
     evaluation = training.eval_iters * training.global_batch_size
     needed = {
-        "train": training.train_iters * training.global_batch_size,
+        "train": training.train_samples or config.num_samples,
         "valid": (training.train_iters // training.eval_interval + 1) * evaluation,
         "test": evaluation,
     }

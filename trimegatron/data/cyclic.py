@@ -86,6 +86,11 @@ class CyclicDataset:
         """How many of ``samples``, numbers in the run's order, come from which prefix."""
         return self.dataset.sources(self.order(samples))
 
+    def documents(self, samples: np.ndarray) -> dict[str, np.ndarray]:
+        """Which documents of which prefix the ``samples``, numbers in the run's order, hold tokens of."""
+        return self.dataset.documents(self.order(samples))
+
 
 SampleDataset = GPTDataset | BlendedDataset | CyclicDataset
-"""What a loader reads: ``len``, ``[i]`` → int64 [L + 1], ``__getitems__`` → int64 [b, L + 1], ``name``, ``sources``."""
+"""What a loader reads: ``len``, ``[i]`` → int64 [L + 1], ``__getitems__`` → int64 [b, L + 1], ``name``, ``sources``,
+``documents``."""

@@ -105,6 +105,13 @@ class GPTDataset:
         """How many of ``samples``, dataset indices, come from which prefix: all from this one."""
         return {str(self.data.prefix): len(samples)}
 
+    def documents(self, samples: np.ndarray) -> dict[str, np.ndarray]:
+        """Which documents of the prefix the ``samples``, dataset indices, hold tokens of, in ascending order."""
+        rows = self.indices.shuffle_index[samples].astype(np.int64)
+        first, last = self.indices.sample_index[rows, 0], self.indices.sample_index[rows + 1, 0]
+        pieces = [self.indices.document_index[i : j + 1] for i, j in zip(first.tolist(), last.tolist(), strict=True)]
+        return {str(self.data.prefix): np.unique(np.concatenate(pieces))}
+
     def __reduce__(self) -> tuple[Any, ...]:
         if not self.index_files:
             return GPTDataset, (self.data, self.indices, self.seq_length, self.name)

@@ -15,6 +15,8 @@ from trimegatron.data.cyclic import SampleDataset
 from trimegatron.errors import CheckpointError
 
 _CHUNK = 1 << 20
+_SHOWN = 8
+"""Documents of one source that a message names."""
 
 
 @dataclass
@@ -44,6 +46,16 @@ class DataRecord:
             "consumed": self._consumed(consumed_samples),
             "before": self.before,
         }
+
+    def describe(self, first_sample: int, num_samples: int) -> str:
+        """Where some samples of this segment come from, in words: ``documents 3, 5 and 9 of PREFIX``."""
+        found = self.train.documents(np.arange(first_sample, first_sample + num_samples))
+        phrases = []
+        for prefix, documents in found.items():
+            shown = ", ".join(map(str, documents[:_SHOWN].tolist()))
+            more = len(documents) - _SHOWN
+            phrases.append(f"documents {shown}{f' and {more} more' if more > 0 else ''} of {prefix}")
+        return "; ".join(phrases)
 
     def _consumed(self, consumed_samples: int) -> dict[str, int]:
         total: dict[str, int] = {}

@@ -38,6 +38,8 @@ def normal_rows(seed: int, name: str, start: int, stop: int, num_columns: int) -
 def initialize(model: nn.Module, seed: int) -> None:
     """Fill every parameter of ``model`` with its piece of the initial model; padding is zero."""
     for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            continue  # it has no values
         spec = spec_of(parameter)
         parameter.zero_()
         valid = spec.valid(parameter)

@@ -1,0 +1,204 @@
+"""``trimegatron bench parallel --world-size N FLAGS``: what a training step sends, beside the formulas of the papers.
+
+FLAGS are those of training; without them a tiny model. Every message of one rank of each pipeline stage is recorded as
+torch.distributed issues it, in the second step of a dry run: the code of a real run under a process group that sends
+nothing, so any layout can be counted on one CPU. What no formula explains is listed, and makes the exit code 1.
+
+Sources: Shoeybi et al., "Megatron-LM" (2019), section 3; Narayanan et al., "Efficient Large-Scale Language Model
+Training on GPU Clusters" (2021), sections 3.2 and 4.1; Korthikanti et al., "Reducing Activation Recomputation in Large
+Transformer Models" (2022), section 4.2.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from trimegatron.communication import AXES, Message
+from trimegatron.config import Config, read_train_args
+from trimegatron.dry_run import Walk, assume_vocabulary, stage_ranks, walk
+from trimegatron.errors import UserError
+
+TINY = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 8 --seq-length 64 --max-position-embeddings 64 "
+    "--micro-batch-size 2 --lr 1e-3 --train-iters 10 --tokenizer-type NullTokenizer --vocab-size 1000"
+)
+"""The model that is counted where FLAGS say nothing else; a later flag wins."""
+A_FEW_NUMBERS = 64
+"""Bytes; a larger message is not one of a few numbers."""
+
+
+@dataclass(frozen=True)
+class Formula:
+    """Messages that are expected of a rank in a step, and what the papers' form of them makes it send."""
+
+    what: str
+    axis: str
+    kinds: tuple[str, ...]
+    floor: float
+    """Bytes that this rank sends by the papers, with ring algorithms."""
+    size: int | None = None
+    """Bytes of each message; None: any, such as those of a buffer's buckets."""
+    count: int | None = None
+    """How many; None: any number."""
+    largest: float = float("inf")
+
+    def explains(self, message: Message) -> bool:
+        is_sized = message.num_bytes == self.size if self.size is not None else message.num_bytes <= self.largest
+        return message.axis == self.axis and message.kind in self.kinds and is_sized
+
+
+def main(argv: list[str]) -> int:
+    """Record, compare, print.
+
+    Raises:
+        UserError: a message that no formula explains, or not as many as one says.
+    """
+    if not argv or argv[0] in ("-h", "--help"):
+        print(f"usage: trimegatron bench parallel --world-size N [TRAINING OPTION…]\n\n{__doc__}")
+        return 0
+    command = read_train_args([*TINY.split(), "--dry-run", *argv], world_size=1)
+    config, _ = assume_vocabulary(command.config)
+    parallel = config.parallel
+    print(
+        f"{parallel.world_size} ranks: data {parallel.data_parallel_size} × tensor "
+        f"{parallel.tensor_model_parallel_size} × pipeline {parallel.pipeline_model_parallel_size}; "
+        f"{config.num_micro_batches} micro-batches a step; kB of 1000 that a rank sends, with ring algorithms"
+    )
+    unexpected: list[str] = []
+    for rank in stage_ranks(config):
+        walked = walk(config, rank)
+        rows, wrong = compare(walked, formulas(config, walked))
+        print(f"\nrank {rank}, pipeline stage {walked.mesh.pipeline.rank}")
+        print(f"  {'':<46} {'axis':<10} {'messages':>8} {'recorded':>12} {'papers':>12} {'ratio':>6}")
+        print("\n".join(rows))
+        unexpected += [f"rank {rank}: {line}" for line in wrong]
+    if unexpected:
+        raise UserError(f"what was sent is not what the formulas say: {'; '.join(unexpected)}")
+    print("\nno message is unexpected")
+    return 0
+
+
+def compare(walked: Walk, expected: Sequence[Formula]) -> tuple[list[str], list[str]]:
+    """A line for each formula, with what was recorded of it; and what is not as the formulas say."""
+    sizes = {axis: getattr(walked.mesh, axis).size for axis in AXES}
+    left = walked.messages.copy()
+    rows, wrong = [], []
+    for formula in sorted(expected, key=lambda formula: formula.size is None):  # the sure ones choose first
+        mine = [message for message in left if formula.explains(message)]
+        count = sum(left[message] for message in mine)
+        sent = sum(left[message] * message.sent(sizes[message.axis]) for message in mine)
+        for message in mine:
+            del left[message]
+        if formula.count not in (None, count):
+            wrong.append(f"{count} messages for {formula.what} on the {formula.axis} axis, not {formula.count}")
+        if count or formula.floor:
+            ratio = f"{sent / formula.floor:.3f}" if formula.floor else "-"
+            figures = f"{count:>8,} {sent / 1e3:>12,.3f} {formula.floor / 1e3:>12,.3f} {ratio:>6}"
+            rows.append(f"  {formula.what:<46} {formula.axis:<10} {figures}")
+    for message, count in sorted(left.items()):
+        wrong.append(f"{count} × {message.kind} of {message.num_bytes:,} bytes on the {message.axis} axis, unexplained")
+    return rows, wrong
+
+
+def formulas(config: Config, walked: Walk) -> list[Formula]:
+    """What one rank's step takes by the papers.
+
+    s sequence, b micro-batch, h hidden; a and g bytes of an activation (and parameter) and of a main gradient; l layers
+    of this rank, m micro-batches; t, p, d sizes of the tensor, pipeline and data axes; N parameters of this rank.
+    """
+    scalars = [
+        Formula("loss, tokens, norm: a few numbers", axis, ("all-reduce",), 0.0, largest=A_FEW_NUMBERS)
+        for axis in AXES  # an axis as large as the world has its group
+    ]
+    return [*scalars, *_tensor(config, walked), *_pipeline(config, walked), *_data(config, walked)]
+
+
+def _has(config: Config, option: str) -> bool:
+    """Whether a form of parallelism that not every version has is asked for."""
+    return getattr(config.parallel, option, False)
+
+
+def _activation_bytes(config: Config) -> int:
+    """s · b · h · a."""
+    itemsize = getattr(torch, config.precision.params_dtype).itemsize
+    return config.data.seq_length * config.training.micro_batch_size * config.model.hidden_size * itemsize
+
+
+def _tensor(config: Config, walked: Walk) -> list[Formula]:
+    """Per layer and micro-batch two sums of s·b·h forward and two backward; one more forward for the word embedding,
+    one more backward for the head (Shoeybi).
+
+    With sequence parallelism a reduce-scatter and an all-gather stand for each sum, of the same bytes together; and
+    each of the two column-parallel matrices and the head gathers its input once more, for its weight gradient
+    (Korthikanti). What is computed from a piece of the sequence, the gradients of norms, row-parallel biases and
+    positions, is summed once a step.
+
+    The cross entropy sums three numbers of each token, fp32, in three all-reduces; here they are gathered at once.
+    """
+    mesh, t = walked.mesh, walked.mesh.tensor.size
+    if t == 1:
+        return []
+    num_micro_batches, size = config.num_micro_batches, _activation_bytes(config)
+    is_first, is_last = mesh.pipeline.rank == 0, mesh.is_last_stage
+    sums = num_micro_batches * (4 * len(walked.layers) + is_first + is_last)
+    again = num_micro_batches * (2 * len(walked.layers) + is_last)
+    found = []
+    if _has(config, "sequence_parallel"):
+        for kind, count in (("reduce-scatter", sums), ("all-gather", sums + again)):
+            floor = count * Message(kind, "tensor", size).sent(t)
+            found.append(Formula(f"layers, embedding, head: {kind}", "tensor", (kind,), floor, size, count))
+        partial = walked.gradient_bytes_of(lambda spec: getattr(spec, "is_partial", False))
+        floor = Message("all-reduce", "tensor", partial).sent(t)
+        found.append(Formula("partial sums: norms, biases, positions", "tensor", ("all-reduce",), floor))
+    else:
+        floor = sums * Message("all-reduce", "tensor", size).sent(t)
+        found.append(Formula("layers, embedding, head", "tensor", ("all-reduce",), floor, size, sums))
+    if is_last:
+        numbers = config.data.seq_length * config.training.micro_batch_size * 4
+        floor = num_micro_batches * 3 * Message("all-reduce", "tensor", numbers).sent(t)
+        found.append(Formula("cross entropy", "tensor", ("all-gather",), floor, 3 * numbers * t, num_micro_batches))
+    return found
+
+
+def _pipeline(config: Config, walked: Walk) -> list[Formula]:
+    """Per micro-batch, boundary and direction s·b·h / t: with sequence parallelism the piece itself, without it 1/t of
+    what all tensor-parallel ranks hold alike, which Megatron's receiver gathers (Narayanan, "scatter/gather") and torch
+    sends whole. The two copies of the word table add up their gradients, once a step."""
+    mesh, t = walked.mesh, walked.mesh.tensor.size
+    rank, p = mesh.pipeline.rank, mesh.pipeline.size
+    if p == 1:
+        return []
+    num_micro_batches, chunks = config.num_micro_batches, getattr(config, "num_model_chunks", 1)
+    stages = [chunk * p + rank for chunk in range(chunks)]
+    after = num_micro_batches * sum(stage < chunks * p - 1 for stage in stages)  # boundaries behind these stages
+    before = num_micro_batches * sum(stage > 0 for stage in stages)
+    size = _activation_bytes(config) // (t if _has(config, "sequence_parallel") else 1)
+    floor = (after + before) * _activation_bytes(config) / t
+    found = [
+        Formula("activations and their gradients", "pipeline", ("send",), floor, size, after + before),
+        Formula("the neighbours' activations and gradients", "pipeline", ("receive",), 0.0, size, after + before),
+    ]
+    if mesh.embedding.size > 1:
+        table = walked.gradient_bytes_of(lambda spec: spec.global_shape[0] == config.model.vocab_size)
+        floor = Message("all-reduce", "embedding", table).sent(2)
+        found.append(Formula("gradient of the tied word table", "embedding", ("all-reduce",), floor))
+    return found
+
+
+def _data(config: Config, walked: Walk) -> list[Formula]:
+    """2 (d-1)/d · N · g: the gradients are summed and every rank has the sum. With the distributed optimizer each rank
+    has its part of the sum, and all get the parameters: (d-1)/d · N · (g + a)."""
+    d = walked.mesh.data.size
+    if d == 1:
+        return []
+    gradients = walked.gradient_bytes_of(lambda spec: True)
+    if _has(config, "use_distributed_optimizer"):
+        parameters = walked.num_parameters * getattr(torch, config.precision.params_dtype).itemsize
+        floor = Message("reduce-scatter", "data", gradients).sent(d) + Message("all-gather", "data", parameters).sent(d)
+        what = "gradients, then parameters"
+    else:
+        floor, what = Message("all-reduce", "data", gradients).sent(d), "gradients"
+    return [Formula(what, "data", ("all-reduce", "reduce-scatter", "all-gather"), floor)]
