@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.parallel import run_ranks
 from trimegatron.data_parallel.buffer import ParameterBuffer
@@ -15,7 +16,7 @@ from trimegatron.model.init import initialize
 from trimegatron.model.recompute import Recompute, Run
 from trimegatron.model.spec import GPTSpec
 from trimegatron.optim.adamw import FlatAdamW
-from trimegatron.optim.gradients import squared_norm
+from trimegatron.optim.gradients import squared_norms
 
 CPU = torch.device("cpu")
 SPEC = GPTSpec(3, 24, 48, 2, 12, 8, 29, 32)
@@ -35,15 +36,18 @@ def train(spec: GPTSpec, mesh: Mesh, document_starts: torch.Tensor | None) -> to
     """Three steps: each one's loss and squared norm, then the weights."""
     model = GPTStage(spec, range(spec.num_layers))
     initialize(model, spec.seed)
-    buffer = ParameterBuffer(model.named_parameters(), grad_dtype=torch.float32)
+    buffer = ParameterBuffer(model.named_parameters(), grad_dtype=torch.float32, mesh=mesh)
     optimizer = FlatAdamW(buffer, beta1=0.9, beta2=0.99, epsilon=1e-8, kernels="auto")
     numbers = []
     for _ in range(3):
-        buffer.zero_grad()
+        buffer.start(num_micro_batches=1)
         loss = model(TOKENS, labels=TOKENS, sample_numbers=SAMPLES, document_starts=document_starts)
         loss.backward()
-        buffer.reduce_grads(mesh)
-        numbers += [loss.detach(), squared_norm(buffer, mesh, kernels="auto")]
+        buffer.finish()
+        squares = torch.stack(squared_norms(buffer.counted_grads(), device=CPU, kernels="auto")).sum()
+        if mesh.tensor.group is not None:
+            dist.all_reduce(squares, group=mesh.tensor.group)
+        numbers += [loss.detach(), squares]
         optimizer.step(lr=1e-2, weight_decay=0.1, grad_multiplier=torch.tensor(1.0))
     return torch.cat([torch.stack(numbers), buffer.params])
 
