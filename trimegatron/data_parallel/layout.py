@@ -23,14 +23,15 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from trimegatron.config.groups import ParallelConfig
 from trimegatron.kernels.adamw_runs import ALIGNMENT, Run
 from trimegatron.tensor_parallel.parameter import ParameterSpec, spec_of
 
 SHARD_ALIGNMENT = 128
 """Every shard starts at a multiple of this many elements."""
 
-BUCKET_SIZE = 10_000_000
-"""Parameters of a bucket: 40 MB of fp32 gradients, long enough for the full rate of a network."""
+BUCKET_SIZE: int = ParallelConfig.ddp_bucket_size
+"""Parameters of a bucket where nothing is said: 40 MB of fp32 gradients, long enough for the full rate of a network."""
 
 Named = tuple[str, nn.Parameter]
 
