@@ -231,6 +231,17 @@ def describe(config: Config, mesh: Mesh, buffer: ParameterBuffer) -> str:
         f"{config.optimizer.lr_decay_style} to {config.optimizer.min_lr:g} at {schedule.decay_samples / batch:g} "
         f"(warm-up included); the run ends at {training.train_iters}",
     ]
+    if mesh.data.size > 1:
+        parallel = config.parallel
+        lines.append(
+            f"gradients: {len(buffer.buckets)} buckets, summed over data parallelism "
+            f"{'during' if parallel.overlap_grad_reduce else 'after'} the backward pass; "
+            + (
+                f"optimizer state: 1/{mesh.data.size} on each data-parallel rank"
+                if parallel.use_distributed_optimizer
+                else "optimizer state: all of it on every data-parallel rank"
+            )
+        )
     path = metrics_path(config)
     lines.append(f"metrics: {path}" if path else "metrics are not written: give --save or --metrics-file")
     return "\n".join(lines)

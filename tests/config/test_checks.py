@@ -28,6 +28,11 @@ GPT2 = "--tokenizer-type GPT2BPETokenizer"
         ("--hidden-dropout -0.1", ["--hidden-dropout (-0.1) must not be negative"]),
         ("--hidden-dropout 1.5", ["--hidden-dropout (1.5) must be in [0, 1)"]),
         ("--kernels cuda", ["--kernels (cuda) must be one of auto, triton, reference"]),
+        (
+            "--overlap-param-gather",
+            ["--overlap-param-gather (True) acts with --use-distributed-optimizer only", "Add that, or leave"],
+        ),
+        ("--ddp-bucket-size 0", ["--ddp-bucket-size (0) must be at least 1"]),
         # Batch and length
         (
             "--global-batch-size 6",
