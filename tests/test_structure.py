@@ -31,7 +31,7 @@ LEVELS: list[set[str]] = [
     {"preprocess", "data", "tensor_parallel", "data_parallel", "pipeline_parallel", "optim", "together"},
     {"model"},
     {"metrics", "checkpoint", "divergence", "garbage", "determinism", "communication"},
-    {"trainer", "generate"},
+    {"trainer", "description", "generate"},
     {"train", "dry_run", "launch", "convert", "bench", "demo", "cli", "__main__"},
 ]
 """From the bottom up: a module may import from its own level and below."""

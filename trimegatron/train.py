@@ -18,19 +18,19 @@ import torch
 from trimegatron.checkpoint.checkpoint import Progress, load_checkpoint
 from trimegatron.checkpoint.directory import checkpoints
 from trimegatron.checkpoint.resume import find_load, is_save_folder, resume_schedule
-from trimegatron.config import Config, Schedule, read_train_args
+from trimegatron.config import Config, read_train_args
 from trimegatron.data.build import Datasets, build_datasets
 from trimegatron.data.record import DataRecord
 from trimegatron.data_parallel.buffer import ParameterBuffer
+from trimegatron.description import describe
 from trimegatron.determinism import make_deterministic
 from trimegatron.errors import ConfigError, UserError
 from trimegatron.mesh import Mesh, close_mesh, init_mesh, launched_world_size, select_device
-from trimegatron.metrics import Interval, MetricsWriter, metrics_path
-from trimegatron.model.build import build_model, model_spec, stage_layers, wait_for_parameters
-from trimegatron.model.spec import GPTSpec
+from trimegatron.metrics import Interval, MetricsWriter
+from trimegatron.model.build import build_model, model_spec, wait_for_parameters
 from trimegatron.optim.adamw import FlatAdamW
 from trimegatron.optim.scaler import DynamicLossScaler, LossScaler
-from trimegatron.pipeline_parallel.engine import Engine, runs_as
+from trimegatron.pipeline_parallel.engine import Engine
 from trimegatron.tensor_parallel.embedding import padded_vocab_size
 from trimegatron.together import on_every_rank
 from trimegatron.tokenizer import Tokenizer, build_tokenizer
@@ -177,7 +177,7 @@ def build_trainer(
         activation=spec.activation(config.data.seq_length, config.training.micro_batch_size),
     )
     metrics = MetricsWriter(config, spec, mesh, iteration=progress.iteration, interval=interval)
-    say(describe(config, mesh, spec, schedule))
+    say(describe(config, mesh, spec, schedule, num_buckets=len(buffer.buckets)))
     trainer = Trainer(
         config,
         mesh=mesh,
@@ -254,48 +254,6 @@ def build_scaler(config: Config) -> LossScaler:
     return DynamicLossScaler(
         precision.initial_loss_scale, precision.min_loss_scale, precision.loss_scale_window, precision.hysteresis
     )
-
-
-def describe(config: Config, mesh: Mesh, spec: GPTSpec, schedule: Schedule) -> str:
-    """A few lines on what is about to run."""
-    training = config.training
-    batch, sizes = training.global_batch_size, training.batch_sizes
-    lines = [
-        f"GPT with {spec.num_parameters / 1e6:.2f} M parameters, {config.precision.params_dtype}, on "
-        f"{mesh.world.size} × {mesh.device.type}: data {mesh.data.size} × tensor {mesh.tensor.size} × pipeline "
-        f"{mesh.pipeline.size} parallel{', sequence parallel' if config.parallel.sequence_parallel else ''}",
-        f"a step is {batch} samples of {config.data.seq_length} tokens, in {config.num_micro_batches} micro-batches of "
-        f"{training.micro_batch_size} on each of {mesh.data.size} data-parallel ranks",
-        f"learning rate: {schedule.start_lr:g} to {schedule.lr:g} over iterations 0 to "
-        f"{sizes.iteration_at(schedule.warmup_samples):g}, {schedule.style} to "
-        f"{schedule.min_lr:g} at {sizes.iteration_at(schedule.decay_samples):g} (warm-up included); the run "
-        f"ends at {training.train_iters}",
-    ]
-    if mesh.pipeline.size > 1:
-        lines.insert(1, describe_pipeline(config))
-    if sizes.start < batch:
-        lines.insert(
-            2, f"until sample {sizes.ramp_samples}: steps of {sizes.start} samples and {sizes.increment} more at a time"
-        )
-    path = metrics_path(config)
-    lines.append(f"metrics: {path}" if path else "metrics are not written: give --save or --metrics-file")
-    return "\n".join(lines)
-
-
-def describe_pipeline(config: Config) -> str:
-    """The schedule, and the layers of each rank's stages."""
-    num_ranks, num_micro_batches = config.parallel.pipeline_model_parallel_size, config.num_micro_batches
-    stages = stage_layers(config)
-    ranks = [
-        " and ".join(
-            f"{layers[0]}–{layers[-1]}" if len(layers) > 1 else str(layers[0]) for layers in stages[rank::num_ranks]
-        )
-        for rank in range(num_ranks)
-    ]
-    asked = config.parallel.pipeline_schedule
-    schedule = runs_as(asked, num_micro_batches, len(stages))
-    why = "" if schedule == asked else f" ({asked} needs a micro-batch for each of {len(stages)} stages)"
-    return f"pipeline schedule {schedule}{why}; layers of the ranks: {' | '.join(ranks)}"
 
 
 def check_kernels(config: Config, device: torch.device) -> None:

@@ -123,6 +123,7 @@ class Trainer:
                     self.save()
                 if self.should_exit():
                     break
+        self.buffer.wait_for_params()  # what the last update still sends
         if save and self.saved_at != progress.iteration:
             self.save()
         if self.is_finished() and training.eval_iters > 0:

@@ -31,6 +31,11 @@ FIRST, LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-nu
         ("--hidden-dropout -0.1", ["--hidden-dropout (-0.1) must not be negative"]),
         ("--hidden-dropout 1.5", ["--hidden-dropout (1.5) must be in [0, 1)"]),
         ("--kernels cuda", ["--kernels (cuda) must be one of auto, triton, reference"]),
+        (
+            "--overlap-param-gather",
+            ["--overlap-param-gather (True) acts with --use-distributed-optimizer only", "Add that, or leave"],
+        ),
+        ("--ddp-bucket-size 0", ["--ddp-bucket-size (0) must be at least 1"]),
         # Batch and length
         (
             "--global-batch-size 6",

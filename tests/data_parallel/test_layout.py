@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from trimegatron.data_parallel.layout import ALIGNMENT, SHARD_ALIGNMENT, Bucket, Shard, lay_out
+from trimegatron.data_parallel.layout import ALIGNMENT, SHARD_ALIGNMENT, Bucket, Shard, lay_out, row_kinds
 from trimegatron.mesh import Axis
 from trimegatron.tensor_parallel.parameter import make_parameter
 
@@ -99,3 +99,14 @@ def test_runs_of_what_is_wanted():
             for run in sharded:
                 names = [p.name for p in bucket.slices if p.start < run.flat + run.length and p.stop > run.flat]
                 assert all(".up." in name or ".down.weight" in name or name == "table" for name in names)
+
+
+def test_rows_without_common_factors_do_not_share_buckets():
+    """A model 1023 wide with an MLP of 2731: together its rows would make a shard a multiple of 357 million."""
+    assert set(row_kinds([1, 768, 3072]).values()) == set(row_kinds([1, 1000, 4000]).values()) == {0}
+    kinds = row_kinds([1, 1023, 2731])
+    assert kinds[1023] != kinds[2731]
+    named = [("up", parameter(2731, 1023)), ("down", parameter(1023, 2731)), ("bias", parameter(1023))]
+    for num_shards in (1, 4):
+        size = lay_out(named, num_shards=num_shards, bucket_size=10**7)[-1].stop
+        assert size < 1.3 * sum(p.numel() for _, p in named)

@@ -8,7 +8,8 @@ Nothing here holds memory or talks to anyone. The rules, which every rank of a d
   come the parameters whose gradients are partial sums, all in one bucket for one all-reduce.
 - A parameter starts at a multiple of lcm(row length, ``ALIGNMENT``) elements in its bucket, and the length of a shard
   is one of lcm(row lengths in the bucket, ``SHARD_ALIGNMENT``). So every cut is on a row: what a shard holds of a
-  parameter is a rectangle, also where one parameter holds several cuts.
+  parameter is a rectangle, also where one parameter holds several cuts. Row lengths that would make that a large
+  number do not share buckets.
 - Within a bucket what decays (two or more dimensions, as Megatron's) comes first, and what all tensor-parallel ranks
   hold alike is together, so that both are few long runs.
 """
@@ -23,14 +24,18 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from trimegatron.config.groups import ParallelConfig
 from trimegatron.kernels.adamw_runs import ALIGNMENT, Run
 from trimegatron.tensor_parallel.parameter import ParameterSpec, spec_of
 
 SHARD_ALIGNMENT = 128
 """Every shard starts at a multiple of this many elements."""
 
-BUCKET_SIZE = 10_000_000
-"""Parameters of a bucket: 40 MB of fp32 gradients, long enough for the full rate of a network."""
+BUCKET_SIZE: int = ParallelConfig.ddp_bucket_size
+"""Parameters of a bucket where nothing is said: 40 MB of fp32 gradients, long enough for the full rate of a network."""
+
+MAX_PADDING = 16
+"""How many times the length that the longest rows alone would ask for a shard's length may be a multiple of."""
 
 Named = tuple[str, nn.Parameter]
 
@@ -137,10 +142,38 @@ def lay_out(named_parameters: Iterable[Named], *, num_shards: int, bucket_size: 
     """The buckets, in the order in which they are reduced; one follows another without a gap."""
     buckets: list[Bucket] = []
     backwards = list(named_parameters)[::-1]
-    for _, group in itertools.groupby(sorted(backwards, key=_turn), key=_turn):  # sorting keeps the order in each turn
+    kinds = row_kinds(row_length(parameter) for _, parameter in backwards)
+
+    def turn(item: Named) -> tuple[int, int]:
+        return _turn(item), kinds[row_length(item[1])]
+
+    for _, group in itertools.groupby(sorted(backwards, key=turn), key=turn):  # sorting keeps the order in each turn
         for members in _fill(list(group), bucket_size):
             buckets.append(_make_bucket(members, buckets[-1].stop if buckets else 0, num_shards))
     return buckets
+
+
+def row_length(parameter: nn.Parameter) -> int:
+    """Elements of one row; 1 for a vector."""
+    return math.prod(parameter.shape[1:])
+
+
+def row_kinds(lengths: Iterable[int]) -> dict[int, int]:
+    """Which row lengths share buckets: row length → number of its kind.
+
+    Rows that have few factors in common, such as 1023 and 2731, would make a shard a multiple of their product; those
+    are kept apart. Nearly every model has one kind.
+    """
+    kinds: list[set[int]] = []
+    for length in sorted(set(lengths)):
+        alone = math.lcm(length, SHARD_ALIGNMENT)
+        for kind in kinds:
+            if math.lcm(alone, *kind) <= MAX_PADDING * alone:
+                kind.add(length)
+                break
+        else:
+            kinds.append({length})
+    return {length: number for number, kind in enumerate(kinds) for length in kind}
 
 
 def _turn(item: Named) -> int:
@@ -171,7 +204,7 @@ def _make_bucket(members: list[Named], start: int, num_shards: int) -> Bucket:
         return (0 if is_sharded else 1) if decays(item[1]) else (3 if is_sharded else 2)
 
     members = sorted(members, key=place)
-    rows = [math.prod(parameter.shape[1:]) for _, parameter in members]
+    rows = [row_length(parameter) for _, parameter in members]
     starts = []
     end = 0
     for (_, parameter), row in zip(members, rows, strict=True):
