@@ -88,21 +88,24 @@ def _causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
     return torch.ones(queries, keys, dtype=torch.bool, device=device).triu_(keys - queries + 1)
 
 
+def _softmax_of_visible(scores: Tensor, mask: Tensor, scale: float, has_blind_rows: bool) -> Tensor:
+    y = (scores.float() * scale).masked_fill(mask, -math.inf).softmax(dim=-1)
+    if has_blind_rows:
+        y = y.masked_fill(mask.all(dim=-1, keepdim=True), 0.0)
+    return y.to(scores.dtype)
+
+
 def scaled_causal_softmax_forward(scores: Tensor, scale: float) -> Tensor:
     """softmax(scale · scores) over the keys j <= i + (sk - sq) of query i; zeros where there are none."""
-    return scaled_masked_softmax_forward(scores, _causal_mask(*scores.shape[-2:], scores.device), scale)
+    queries, keys = scores.shape[-2:]
+    return _softmax_of_visible(scores, _causal_mask(queries, keys, scores.device), scale, queries > keys)
 
 
 def scaled_masked_softmax_forward(scores: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """softmax(scale · scores) over the keys whose mask is False; zeros where there are none."""
-    value = scores.float() * scale
     if mask is None:
-        return value.softmax(dim=-1).to(scores.dtype)
-    y = value.masked_fill(mask, -math.inf).softmax(dim=-1)
-    nothing_visible = mask.all(dim=-1, keepdim=True)
-    if nothing_visible.any():
-        y = y.masked_fill(nothing_visible, 0.0)
-    return y.to(scores.dtype)
+        return (scores.float() * scale).softmax(dim=-1).to(scores.dtype)
+    return _softmax_of_visible(scores, mask, scale, bool(mask.all(dim=-1).any()))
 
 
 def scaled_softmax_backward(dy: Tensor, y: Tensor, scale: float, causal: bool) -> Tensor:

@@ -58,6 +58,15 @@ def test_layout(
     assert_same_run(lines, alone)
 
 
+def test_three_words_on_four_ranks(tmp_path: Path):
+    """Each rank holds one row of the table, the last only padding."""
+    write_corpus(tmp_path / "text", vocab_size=3)
+    few = {"vocab_size": 2, "make_vocab_size_divisible_by": 1}
+    whole = train_tiny(tmp_path / "text", metrics=tmp_path / "whole.jsonl", **few)
+    few |= {"tensor_model_parallel_size": 4, "sequence_parallel": True}
+    assert_same_run(train_tiny(tmp_path / "text", world_size=4, metrics=tmp_path / "cut.jsonl", **few), whole)
+
+
 @pytest.mark.parametrize("micro_batch_size", [1, 8])
 def test_micro_batch_size(micro_batch_size: int, corpus: Path, alone: list[dict], tmp_path: Path):
     lines = train_tiny(corpus, metrics=tmp_path / "metrics.jsonl", micro_batch_size=micro_batch_size)

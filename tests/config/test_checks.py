@@ -36,6 +36,24 @@ FIRST, LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-nu
             ["--overlap-param-gather (True) acts with --use-distributed-optimizer only", "Add that, or leave"],
         ),
         ("--ddp-bucket-size 0", ["--ddp-bucket-size (0) must be at least 1"]),
+        ("--recompute-num-layers 3", ["--recompute-num-layers (3) must not be above --num-layers (2)"]),
+        # Recomputation
+        (
+            "--recompute-granularity full",
+            ["--recompute-method is required with --recompute-granularity full", "uniform", "block"],
+        ),
+        (
+            "--recompute-activations --recompute-granularity full --recompute-method block",
+            ["--recompute-activations and --recompute-granularity full exclude", "means selective"],
+        ),
+        ("--recompute-method block", ["--recompute-method (block) needs --recompute-granularity full", "not given"]),
+        (
+            "--recompute-activations --recompute-method uniform",
+            ["--recompute-method (uniform) needs --recompute-granularity full", "the granularity is selective"],
+        ),
+        ("--recompute-granularity core", ["--recompute-granularity (core) must be one of full, selective"]),
+        ("--recompute-modules mlp", ["--recompute-modules (mlp) must be one of core_attn"]),
+        ("--recompute-num-layers 0", ["--recompute-num-layers (0) must be at least 1"]),
         # Batch and length
         (
             "--global-batch-size 6",
@@ -159,6 +177,11 @@ def test_refused(work: Path, extra: str, parts: list[str]) -> None:
             "--tensor-model-parallel-size 2 --ffn-hidden-size 97",
             2,
             ["--ffn-hidden-size (97) must be a multiple of --tensor-model-parallel-size (2)", "leaves 1"],
+        ),
+        (
+            "--tensor-model-parallel-size 2 --sequence-parallel --seq-length 33",
+            2,
+            ["--seq-length (33) must be a multiple of --tensor-model-parallel-size (2) with --sequence-parallel"],
         ),
         ("--global-batch-size 4", 2, ["--global-batch-size (4)", "data parallel size (2)", "leaves 4"]),
         # Pipeline: 2 layers, micro-batches of 4

@@ -63,6 +63,29 @@ def test_resolution(work: Path) -> None:
     assert (config.parallel.world_size, config.parallel.data_parallel_size) == (8, 4)
 
 
+def test_sequence_parallel_needs_a_cut(work: Path) -> None:
+    """Off where there is one tensor-parallel rank, as in Megatron, and said so."""
+    cut = read("--sequence-parallel --tensor-model-parallel-size 2", world_size=2)
+    assert cut.config.parallel.sequence_parallel and cut.notes == []
+    whole = read("--sequence-parallel --seq-length 33", world_size=2)
+    assert whole.config == read("--seq-length 33", world_size=2).config
+    (note,) = whole.notes
+    assert note.startswith("--sequence-parallel (True) became False")
+
+
+def test_recompute(work: Path) -> None:
+    for short, long in (
+        ("--recompute-activations", "--recompute-granularity selective --recompute-modules core_attn"),
+        ("--recompute-granularity full --recompute-method uniform", "--recompute-num-layers 1"),
+    ):
+        done = read(f"{short} {long}")
+        assert done.notes == []
+    assert read("--recompute-activations").config.recompute.recompute_granularity == "selective"
+    for idle in ("--recompute-num-layers 2", "--recompute-modules core_attn"):
+        (note,) = read(idle).notes
+        assert note.startswith(f"{idle.split()[0]} has no effect: ")
+
+
 def test_run_by_samples(work: Path) -> None:
     extra = "--train-samples 170 --lr-warmup-samples 16 --lr-decay-style linear"
     config = read(extra, without="--train-iters", world_size=2).config

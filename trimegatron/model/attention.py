@@ -142,7 +142,7 @@ class AttentionCore(nn.Module):
         heads = q.shape[:2]
         q, k, v = (tensor.flatten(0, 1) for tensor in (q, k, v))
         scores = torch.baddbmm(
-            q.new_zeros(1, 1, 1), q, k.transpose(1, 2), beta=0, alpha=self.scale / self.score_divisor
+            q.new_empty(1, 1, 1), q, k.transpose(1, 2), beta=0, alpha=self.scale / self.score_divisor
         ).unflatten(0, heads)  # [b, n, s, s]
         if mask is None:
             probabilities = functional.scaled_causal_softmax(scores, self.score_divisor, impl=self.kernels)

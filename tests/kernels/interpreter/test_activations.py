@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
+import torch
 
 from trimegatron.bench.activations import RECOMPUTE, ActivationsConfig, kept_by_a_layer, layer_spec
+from trimegatron.kernels import functional
 from trimegatron.mesh import Axis
+from trimegatron.tensor_parallel.linear import column_parallel_linear
+from trimegatron.tensor_parallel.region import Region
+from trimegatron.tensor_parallel.remade import Remade
 
 S, B, H, A = 16, 2, 32, 4
 
@@ -19,3 +26,21 @@ def test_bytes(dropout: tuple[float, float], core: int) -> None:
     spec = layer_spec(config, Axis(), False, dropout, RECOMPUTE["nothing"])
     norms = 2 * 2 * 4 * S * B
     assert sum(tensor.num_bytes for tensor in kept_by_a_layer(spec, S, B)) == 20 * S * B * H + norms + core
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_remade_inputs_change_no_bit(dtype: torch.dtype) -> None:
+    """A product of a norm's output, then one of a GELU's: kept or remade, the same gradients."""
+    norm, gelu = (partial(function, impl="triton") for function in (functional.layer_norm, functional.bias_gelu))
+    tensors = [torch.randn(shape).to(dtype) for shape in [(5, 3, 24), (24,), (24,), (40, 24), (40,), (24, 40)]]
+    gradients = []
+    for is_remade in (False, True):
+        x, scale, shift, w1, bias, w2 = leaves = [tensor.clone().requires_grad_() for tensor in tensors]
+        normed = Remade.by(norm, x, scale, shift)
+        y = column_parallel_linear(normed if is_remade else normed.value, w1, None, Region())
+        active = Remade.by(gelu, y, bias)
+        y = column_parallel_linear(active if is_remade else active.value, w2, None, Region())
+        y.backward(torch.ones_like(y))
+        gradients.append([leaf.grad for leaf in leaves])
+    for kept, remade in zip(*gradients, strict=True):
+        assert kept is not None and torch.equal(kept, remade) and kept.abs().sum() > 0
