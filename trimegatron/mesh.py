@@ -181,6 +181,10 @@ def init_mesh(
         return Mesh(device)
     if backend == "nccl" and device.type == "cpu":
         raise ConfigError("--distributed-backend (nccl) needs --device cuda; this run is on the CPU. Leave it out")
+    if backend == "gloo" and device.type == "cuda" and pipeline_parallel_size > 1:
+        raise ConfigError(
+            "--distributed-backend (gloo) cannot send from GPU to GPU, as the stages of a pipeline do. Leave it out"
+        )
     if backend is None:
         backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     store, rank, world_size = next(dist.rendezvous("env://"))

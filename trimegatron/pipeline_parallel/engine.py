@@ -81,7 +81,7 @@ def forward(stage: nn.Module, x: torch.Tensor, batch: Batch) -> torch.Tensor:
 
 
 def in_order(scalars: list[torch.Tensor]) -> torch.Tensor:
-    """The sum, taken from first to last: the same bits however many there are on a rank."""
+    """The sum, from first to last: with a pipeline the same bits as without."""
     assert scalars, "a step has at least one micro-batch"
     total = scalars[0]
     for scalar in scalars[1:]:
