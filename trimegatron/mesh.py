@@ -80,6 +80,14 @@ class Mesh:
         dist.all_gather_object(values, value, group=self.world.group)
         return values
 
+    def maximum(self, value: float) -> float:
+        """The largest of the ranks' values, on every rank."""
+        if self.world.group is None:
+            return value
+        largest = torch.tensor(value, dtype=torch.float64, device=self.device)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.world.group)
+        return largest.item()
+
     def report_failure(self, exit_code: int) -> bool:
         """Leave word that this rank fails; True for the first one, which is to say why."""
         if self.store is None:

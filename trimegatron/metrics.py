@@ -134,7 +134,7 @@ class MetricsWriter:
             "nan": interval.nans,
             "tokens_per_second": num_samples * self.seq_length / seconds,
             "iteration_ms": seconds * 1000.0,
-            "peak_memory_bytes": peak_memory_bytes(self.mesh.device),
+            "peak_memory_bytes": int(self.mesh.maximum(peak_memory_bytes(self.mesh.device))),
         }
         self.interval = Interval()
         self.start_clock()
