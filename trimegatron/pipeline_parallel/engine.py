@@ -165,8 +165,7 @@ class _Pipeline:
 
 
 def runs_as(schedule: str, num_micro_batches: int, num_stages: int) -> str:
-    """The schedule that runs where ``schedule`` is asked for: 1F1B needs a micro-batch for each stage, and with fewer
-    it would do what GPipe does."""
+    """The schedule that runs where ``schedule`` is asked for: the library's 1F1B needs a micro-batch for each stage."""
     return "gpipe" if schedule == "1f1b" and num_micro_batches < num_stages else schedule
 
 
