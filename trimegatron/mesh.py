@@ -80,6 +80,14 @@ class Mesh:
         dist.all_gather_object(values, value, group=self.world.group)
         return values
 
+    def maximum(self, value: float) -> float:
+        """The largest of the ranks' values, on every rank."""
+        if self.world.group is None:
+            return value
+        largest = torch.tensor(value, dtype=torch.float64, device=self.device)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.world.group)
+        return largest.item()
+
     def report_failure(self, exit_code: int) -> bool:
         """Leave word that this rank fails; True for the first one, which is to say why."""
         if self.store is None:
@@ -181,6 +189,10 @@ def init_mesh(
         return Mesh(device)
     if backend == "nccl" and device.type == "cpu":
         raise ConfigError("--distributed-backend (nccl) needs --device cuda; this run is on the CPU. Leave it out")
+    if backend == "gloo" and device.type == "cuda" and pipeline_parallel_size > 1:
+        raise ConfigError(
+            "--distributed-backend (gloo) cannot send from GPU to GPU, as the stages of a pipeline do. Leave it out"
+        )
     if backend is None:
         backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     store, rank, world_size = next(dist.rendezvous("env://"))

@@ -136,7 +136,7 @@ class MetricsWriter:
             "nan": interval.nans,
             "tokens_per_second": samples_per_second * self.seq_length,
             "iteration_ms": seconds / self.timed_steps * 1000.0,
-            "peak_memory_bytes": peak_memory_bytes(self.mesh.device),
+            "peak_memory_bytes": int(self.mesh.maximum(peak_memory_bytes(self.mesh.device))),
         }
         self.interval = Interval()
         self.start_clock()

@@ -160,14 +160,10 @@ class Trainer:
         if training.exit_interval is not None and iteration % training.exit_interval == 0:
             self.say(f"--exit-interval {training.exit_interval}: stopping at iteration {iteration}")
             return True
-        if training.exit_duration_in_mins is not None:
-            is_over = torch.tensor(float(time.monotonic() - self.started > training.exit_duration_in_mins * 60.0))
-            if self.mesh.world.group is not None:
-                is_over = is_over.to(self.mesh.device)
-                dist.all_reduce(is_over, op=dist.ReduceOp.MAX, group=self.mesh.world.group)
-            if is_over.item() > 0:
-                self.say(f"--exit-duration-in-mins {training.exit_duration_in_mins}: stopping at iteration {iteration}")
-                return True
+        minutes = training.exit_duration_in_mins
+        if minutes is not None and self.mesh.maximum(time.monotonic() - self.started) > minutes * 60.0:
+            self.say(f"--exit-duration-in-mins {minutes}: stopping at iteration {iteration}")
+            return True
         return False
 
     def step_and_report(self, batches: Iterator[Batch]) -> None:

@@ -58,6 +58,7 @@ def run_calls(num_chunks: int, schedule: str, calls: list[tuple[int, bool]], axi
 
 def on_ranks() -> list[list[tuple]]:
     mesh = init_mesh(torch.device("cpu"), pipeline_parallel_size=2)
+    assert mesh.maximum(2**40 + mesh.world.rank) == 2**40 + 1
     results = [
         run_calls(1, "1f1b", CALLS + ANY_NUMBER, mesh.pipeline),
         run_calls(1, "gpipe", CALLS + ANY_NUMBER, mesh.pipeline),

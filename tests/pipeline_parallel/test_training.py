@@ -13,7 +13,8 @@ import torch.distributed.pipelining  # (here once, not in each forked rank)
 from tests.parallel import run_ranks
 from tests.runs import read_metrics, tiny_flags, train_each, write_corpus
 from trimegatron import train
-from trimegatron.errors import DataError
+from trimegatron.errors import ConfigError, DataError
+from trimegatron.mesh import init_mesh
 from trimegatron.model.gpt import GPTStage
 from trimegatron.trainer import Trainer
 
@@ -150,3 +151,10 @@ def test_an_error_within_a_stage(stage: int, corpus: Path, capfd: pytest.Capture
     error = capfd.readouterr().err
     assert error.count("ValueError: a stage is broken") == 1
     assert "failing_forward" in error and "onnection" not in error
+
+
+def test_gloo_does_not_send_between_gpus(monkeypatch: pytest.MonkeyPatch):
+    for name, value in (("WORLD_SIZE", "2"), ("RANK", "0"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "1")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=r"--distributed-backend \(gloo\) cannot send"):
+        init_mesh(torch.device("cuda"), pipeline_parallel_size=2, backend="gloo")

@@ -81,7 +81,7 @@ def forward(stage: nn.Module, x: torch.Tensor, batch: Batch) -> torch.Tensor:
 
 
 def in_order(scalars: list[torch.Tensor]) -> torch.Tensor:
-    """The sum, taken from first to last: the same bits however many there are on a rank."""
+    """The sum, from first to last: with a pipeline the same bits as without."""
     assert scalars, "a step has at least one micro-batch"
     total = scalars[0]
     for scalar in scalars[1:]:
@@ -165,8 +165,7 @@ class _Pipeline:
 
 
 def runs_as(schedule: str, num_micro_batches: int, num_stages: int) -> str:
-    """The schedule that runs where ``schedule`` is asked for: 1F1B needs a micro-batch for each stage, and with fewer
-    it would do what GPipe does."""
+    """The schedule that runs where ``schedule`` is asked for: the library's 1F1B needs a micro-batch for each stage."""
     return "gpipe" if schedule == "1f1b" and num_micro_batches < num_stages else schedule
 
 
