@@ -129,7 +129,7 @@ def _activation_bytes(config: Config) -> int:
 
 def _tensor(config: Config, walked: Walk) -> list[Formula]:
     """Per layer and micro-batch two sums of s·b·h forward and two backward; one more forward for the word embedding,
-    one more backward for the head (Shoeybi).
+    one more backward for the head (Shoeybi). Full recomputation repeats a layer's two forward ones.
 
     With sequence parallelism a reduce-scatter and an all-gather stand for each sum, of the same bytes together; and
     each of the two column-parallel matrices and the head gathers its input once more, for its weight gradient
@@ -143,7 +143,7 @@ def _tensor(config: Config, walked: Walk) -> list[Formula]:
         return []
     num_micro_batches, size = config.num_micro_batches, _activation_bytes(config)
     is_first, is_last = mesh.pipeline.rank == 0, mesh.is_last_stage
-    sums = num_micro_batches * (4 * len(walked.layers) + is_first + is_last)
+    sums = num_micro_batches * (4 * len(walked.layers) + 2 * _num_replayed(config, walked) + is_first + is_last)
     again = num_micro_batches * (2 * len(walked.layers) + is_last)
     found = []
     if _has(config, "sequence_parallel"):
@@ -161,6 +161,17 @@ def _tensor(config: Config, walked: Walk) -> list[Formula]:
         floor = num_micro_batches * 3 * Message("all-reduce", "tensor", numbers).sent(t)
         found.append(Formula("cross entropy", "tensor", ("all-gather",), floor, 3 * numbers * t, num_micro_batches))
     return found
+
+
+def _num_replayed(config: Config, walked: Walk) -> int:
+    """Layers of this rank that full recomputation runs forward twice: all, or the first of each of its stages."""
+    recompute = getattr(config, "recompute", None)
+    if recompute is None or recompute.recompute_granularity != "full":
+        return 0
+    if recompute.recompute_method == "uniform":
+        return len(walked.layers)
+    chunks = getattr(config, "num_model_chunks", 1)
+    return chunks * min(recompute.recompute_num_layers, len(walked.layers) // chunks)
 
 
 def _pipeline(config: Config, walked: Walk) -> list[Formula]:

@@ -12,8 +12,11 @@ import torch
 from tests.parallel import run_ranks
 from tests.runs import tiny_flags, train_tiny, write_corpus
 from trimegatron import garbage, train
+from trimegatron.config import parse_train_args
 from trimegatron.determinism import deterministic_environment
 from trimegatron.errors import ConfigError
+from trimegatron.mesh import Mesh
+from trimegatron.tokenizer import build_tokenizer
 
 RUINED = {"lr": 1e30, "min_lr": 0.0, "lr_warmup_iters": 0, "clip_grad": 0.0}
 """The first update makes weights from which every further loss is NaN."""
@@ -68,6 +71,32 @@ def test_fp16(changes: dict, iteration: int, said: str, corpus: Path, capfd: pyt
     assert run(tiny_flags(corpus, fp16=True, train_iters=4, **changes)) == 5
     error = capfd.readouterr().err
     assert f"diverged at iteration {iteration} (samples" in error and said in error
+
+
+def state_around_a_skipped_step(flags: list[str]) -> tuple[bool, dict[str, bool], list[float]]:
+    """Whether the first step is skipped; which of what it must not touch is as before; the scales after three."""
+    config = parse_train_args(flags, world_size=1)
+    tokenizer = build_tokenizer("NullTokenizer", vocab_size=config.model.vocab_size)
+    config = train.with_vocab_size(config, tokenizer)
+    trainer = train.build_trainer(config, Mesh(torch.device("cpu")), tokenizer, None, lambda line: None)
+    optimizer, batches = trainer.optimizer, trainer.loader(trainer.datasets.train, 0)
+    watched = {name: getattr(optimizer, name) for name in ("master", "exp_avg", "exp_avg_sq", "low_precision")}
+    before = {name: tensor.clone() for name, tensor in watched.items()}
+    result = trainer.train_step(batches)
+    same = {name: torch.equal(tensor, before[name]) for name, tensor in watched.items()}
+    same["step_count"] = optimizer.step_count == 0
+    scales = [trainer.scaler.scale]
+    for _ in range(2):
+        trainer.train_step(batches)
+        scales.append(trainer.scaler.scale)
+    return result.is_skipped, same, scales
+
+
+def test_a_skipped_step_touches_nothing(corpus: Path):
+    """The first overflow is forgiven (hysteresis 2), the next ones halve the scale."""
+    ((is_skipped, same, scales),) = run_ranks(1, state_around_a_skipped_step, tiny_flags(corpus, fp16=True))
+    assert is_skipped and all(same.values()), same
+    assert scales == [2.0**32, 2.0**31, 2.0**30]
 
 
 def test_evaluation_alone(corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture):

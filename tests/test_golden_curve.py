@@ -135,13 +135,17 @@ def test_half_precision(tmp_path: Path, precision: str, changes: dict, loss_tole
     np.testing.assert_allclose(curve["grad_norm"], golden["grad_norm"], rtol=0.05)
 
 
-def test_dynamic_loss_scale(tmp_path: Path):
-    """From 2^32 the first 14 steps overflow; which later ones do, and every scale, is as in Megatron's run."""
+@pytest.mark.parametrize(("world_size", "tensor_parallel_size"), [(1, 1), (2, 2), (2, 1)])
+def test_dynamic_loss_scale(tmp_path: Path, world_size: int, tensor_parallel_size: int):
+    """From 2^32 the first 14 steps overflow; which later ones do, and every scale, is as in Megatron's run, on every
+    rank: also where a part of the gradient overflows on one of them only."""
     write_rows(tmp_path / "rows")
     golden = json.loads((GOLDEN / "h64_losses.json").read_text())["fp16_dynamic"]
-    (curve,) = run_ranks(1, replay, tmp_path / "rows", 1, {"fp16": True})
-    assert curve["skipped"] == golden["skipped"]
-    assert curve["loss_scale"] == golden["loss_scale"]
+    curves = run_ranks(world_size, replay, tmp_path / "rows", tensor_parallel_size, {"fp16": True})
+    for curve in curves:
+        assert curve["skipped"] == golden["skipped"]
+        assert curve["loss_scale"] == golden["loss_scale"]
+        assert curve["loss"] == curves[0]["loss"] and all(map(math.isfinite, curve["loss"]))
 
 
 def test_masking_the_padding_changes_the_loss(tmp_path: Path):
