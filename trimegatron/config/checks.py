@@ -99,7 +99,8 @@ def check_config(config: Config) -> None:
     """Every rule that needs more than one group. ``config`` is resolved: no derived value is missing."""
     _check_shapes(config)
     check_stages(config)
-    check_num_micro_batches(config.num_micro_batches, config.parallel)
+    for size in config.training.batch_sizes.sizes():
+        check_num_micro_batches(config.micro_batches_of(size), config.parallel)
     _check_schedule(config)
     if config.data.tokenizer_type == "NullTokenizer" and config.model.vocab_size is None:
         fail("vocab_size", None, "is required with --tokenizer-type NullTokenizer", way_out="Give the number of ids.")
