@@ -11,6 +11,7 @@ BENCHMARKS = {
     "bubble": "trimegatron.bench.bubble",
     "data": "trimegatron.bench.data",
     "memory": "trimegatron.bench.memory",
+    "operators": "trimegatron.bench.operators",
     "parallel": "trimegatron.bench.parallel",
     "step": "trimegatron.bench.step",
 }
