@@ -29,6 +29,9 @@ PHASES = ("forward", "backward", "optimizer")
 DEPTHS = (2, 4)
 """Layers of the two models from whose counts those of one layer follow."""
 
+FREE = ("detach", "_unsafe_view", "empty", "empty_like", "new_empty")
+"""Operators that compute nothing and are not marked as views."""
+
 Counts = dict[str, Counter[str]]
 """Phase → operator → calls."""
 
@@ -57,11 +60,7 @@ class CountCalls(TorchDispatchMode):
 def computes(func: Any) -> bool:
     """Whether an operator launches anything: views and allocations do not."""
     namespace, _, name = func.name().partition(".")[0].partition("::")
-    return not (
-        func.is_view
-        or namespace in ("prim", "profiler")
-        or name in ("detach", "_unsafe_view", "empty", "empty_like", "new_empty")
-    )
+    return not (func.is_view or namespace in ("prim", "profiler") or name in FREE)
 
 
 def main(argv: list[str]) -> int:

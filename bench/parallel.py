@@ -116,11 +116,6 @@ def formulas(config: Config, walked: Walk) -> list[Formula]:
     return [*scalars, *_tensor(config, walked), *_pipeline(config, walked), *_data(config, walked)]
 
 
-def _has(config: Config, option: str) -> bool:
-    """Whether a form of parallelism that not every version has is asked for."""
-    return getattr(config.parallel, option, False)
-
-
 def _activation_bytes(config: Config) -> int:
     """s · b · h · a."""
     itemsize = getattr(torch, config.precision.params_dtype).itemsize
@@ -146,11 +141,11 @@ def _tensor(config: Config, walked: Walk) -> list[Formula]:
     sums = num_micro_batches * (4 * len(walked.layers) + 2 * _num_replayed(config, walked) + is_first + is_last)
     again = num_micro_batches * (2 * len(walked.layers) + is_last)
     found = []
-    if _has(config, "sequence_parallel"):
+    if config.parallel.sequence_parallel:
         for kind, count in (("reduce-scatter", sums), ("all-gather", sums + again)):
             floor = count * Message(kind, "tensor", size).sent(t)
             found.append(Formula(f"layers, embedding, head: {kind}", "tensor", (kind,), floor, size, count))
-        partial = walked.gradient_bytes_of(lambda spec: getattr(spec, "is_partial", False))
+        partial = walked.gradient_bytes_of(lambda spec: spec.is_partial)
         floor = Message("all-reduce", "tensor", partial).sent(t)
         found.append(Formula("partial sums: norms, biases, positions", "tensor", ("all-reduce",), floor))
     else:
@@ -165,12 +160,12 @@ def _tensor(config: Config, walked: Walk) -> list[Formula]:
 
 def _num_replayed(config: Config, walked: Walk) -> int:
     """Layers of this rank that full recomputation runs forward twice: all, or the first of each of its stages."""
-    recompute = getattr(config, "recompute", None)
-    if recompute is None or recompute.recompute_granularity != "full":
+    recompute = config.recompute
+    if recompute.recompute_granularity != "full":
         return 0
     if recompute.recompute_method == "uniform":
         return len(walked.layers)
-    chunks = getattr(config, "num_model_chunks", 1)
+    chunks = config.num_model_chunks
     return chunks * min(recompute.recompute_num_layers, len(walked.layers) // chunks)
 
 
@@ -182,11 +177,11 @@ def _pipeline(config: Config, walked: Walk) -> list[Formula]:
     rank, p = mesh.pipeline.rank, mesh.pipeline.size
     if p == 1:
         return []
-    num_micro_batches, chunks = config.num_micro_batches, getattr(config, "num_model_chunks", 1)
+    num_micro_batches, chunks = config.num_micro_batches, config.num_model_chunks
     stages = [chunk * p + rank for chunk in range(chunks)]
     after = num_micro_batches * sum(stage < chunks * p - 1 for stage in stages)  # boundaries behind these stages
     before = num_micro_batches * sum(stage > 0 for stage in stages)
-    size = _activation_bytes(config) // (t if _has(config, "sequence_parallel") else 1)
+    size = _activation_bytes(config) // (t if config.parallel.sequence_parallel else 1)
     floor = (after + before) * _activation_bytes(config) / t
     found = [
         Formula("activations and their gradients", "pipeline", ("send",), floor, size, after + before),
@@ -206,7 +201,7 @@ def _data(config: Config, walked: Walk) -> list[Formula]:
     if d == 1:
         return []
     gradients = walked.gradient_bytes_of(lambda spec: True)
-    if _has(config, "use_distributed_optimizer"):
+    if config.parallel.use_distributed_optimizer:
         parameters = walked.num_parameters * getattr(torch, config.precision.params_dtype).itemsize
         floor = Message("reduce-scatter", "data", gradients).sent(d) + Message("all-gather", "data", parameters).sent(d)
         what = "gradients, then parameters"

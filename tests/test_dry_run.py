@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +52,11 @@ def test_a_layout_of_many_processes(capfd: pytest.CaptureFixture, tmp_path: Path
     h = 768
     parameters = 12672 * h + 16 * h + 12 * (12 * h * h // 4 + 7 * h // 4 + 6 * h) + 2 * h
     assert f"layers 0–11, {parameters:,} parameters" in out
-    gib = 2**30  # bf16 weights, fp32 gradients, fp32 master and two moments
-    sizes = f"weights {2 * parameters / gib:.3f} GiB, gradients {4 * parameters / gib:.3f} GiB, optimizer"
-    assert f"{sizes} {12 * parameters / gib:.3f} GiB, kept for backward" in out
+    # bf16 weights, fp32 gradients, fp32 master and two moments, and what makes 256 equal shards of each bucket
+    found = re.search(r"weights (\S+) GiB, gradients (\S+) GiB, optimizer (\S+) GiB, kept for backward", out)
+    assert found is not None
+    for size, num_bytes in zip(found.groups(), (2, 4, 12), strict=True):
+        assert float(size) == pytest.approx(num_bytes * parameters / 2**30, rel=0.03)
     assert "  tensor     all-reduce          150 a step," in out  # 3 × (4 · 12 + 2)
     assert list(tmp_path.iterdir()) == []
 
@@ -77,7 +80,7 @@ def test_what_cannot_work(changes: dict, world_size: int, said: str, capfd: pyte
 def test_an_error_of_the_step_is_told(monkeypatch: pytest.MonkeyPatch):
     command = read_train_args([*tiny_flags(Path("nowhere")), "--dry-run"], world_size=1)
     config, _ = dry_run.assume_vocabulary(command.config)
-    monkeypatch.setattr(train.Trainer, "sum_over_replicas", lambda *_: torch.ones(3).view(2, 2))
+    monkeypatch.setattr(train.Trainer, "sum_over_ranks", lambda *_, **__: torch.ones(3).view(2, 2))
     with pytest.raises(train.ConfigError, match=r"--dry-run: rank 0 cannot step: RuntimeError: shape '\[2, 2\]'"):
         dry_run.walk(config, 0)
 
@@ -135,4 +138,4 @@ def test_messages_are_those_of_a_real_run(tmp_path: Path):
     for rank, real in enumerate(ranks):
         dry = dry_run.walk(config, rank).messages
         assert sorted([*message, count] for message, count in dry.items()) == real
-    assert {message[1] for message in ranks[0]} == {"world", "data", "tensor", "model"}
+    assert {message[1] for message in ranks[0]} == {"world", "data", "tensor"}

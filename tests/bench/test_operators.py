@@ -18,5 +18,5 @@ print(per_layer(ours, "optimizer")[0], ours[0]["optimizer"]["trimegatron.adamw_s
 """
     out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
     ours, theirs, per_layer_update, launches = map(float, out)
-    assert ours == 10 and theirs > 2 * ours
+    assert ours == 10 and theirs > 1.5 * ours
     assert (per_layer_update, launches) == (0, 1)

@@ -30,7 +30,7 @@ def test_ratios(capsys: pytest.CaptureFixture):
     assert "8 ranks: data 4 × tensor 2 × pipeline 1; 3 micro-batches a step" in out
     found = ratios([line for line in out.splitlines() if line.startswith("  ")])
     assert found["layers, embedding, head"] == "1.000" and found["cross entropy"] == "1.000"
-    assert float(found["gradients"]) == pytest.approx(1.0, abs=2e-3)  # parameters are aligned
+    assert float(found["gradients"]) == pytest.approx(1.0, abs=1e-2)  # parameters and shards are aligned
     assert "no message is unexpected" in out
 
 
