@@ -1,0 +1,68 @@
+"""A run becomes a checkpoint of ours, which any layout loads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from trimegatron.checkpoint.directory import (
+    TOKENIZER,
+    checkpoint_folder,
+    flush_files,
+    publish,
+    temporary_folder,
+)
+from trimegatron.checkpoint.storage import SHARDING_KEY
+from trimegatron.convert.lazy import LazyTensor, is_equal
+from trimegatron.convert.output import Progress, whole_folder
+from trimegatron.convert.safetensors_file import write_safetensors
+from trimegatron.convert.shards import shards_of
+from trimegatron.convert.source import Source, read_checkpoint
+from trimegatron.errors import CheckpointError
+
+SHARD_BYTES = 2 << 30
+"""Files of about this size, so that ranks share the work of reading them."""
+
+
+def write_checkpoint(source: Source, root: Path) -> None:
+    """Write a folder that ``--load`` takes, with one checkpoint in it: whole or not at all."""
+    tensors = {f"{kind}.{name}": tensor for kind, named in source.tensors.items() for name, tensor in named.items()}
+    with whole_folder(root, "--save") as temporary_root:
+        iteration = source.state.progress.iteration
+        temporary, final = temporary_folder(temporary_root, iteration), checkpoint_folder(temporary_root, iteration)
+        temporary.mkdir()
+        progress = Progress(sum(tensor.num_bytes for tensor in tensors.values()), "writing")
+        for number, shard in enumerate(shards_of(tensors, SHARD_BYTES)):
+            where = {name: {"saved_offsets": [0] * len(tensor.shape)} for name, tensor in shard.items()}
+            metadata = {"format": "pt", SHARDING_KEY: json.dumps(where)}
+            write_safetensors(temporary / f"shard-{number:05d}.safetensors", shard, metadata, progress.count)
+        progress.close()
+        source.state.write(temporary)
+        source.tokenizer.save(temporary / TOKENIZER)
+        publish(temporary, final, flush_files(temporary, [path for path in temporary.rglob("*") if path.is_file()]))
+
+
+def check_written(source: Source, root: Path) -> int:
+    """Read a written checkpoint back and compare every tensor with its source, bit for bit; returns how many.
+
+    Raises:
+        CheckpointError: one differs.
+    """
+    return check_same(source, read_checkpoint(root))
+
+
+def check_same(source: Source, written: Source) -> int:
+    """Compare two runs' tensors, bit for bit; returns how many there are.
+
+    Raises:
+        CheckpointError: one differs, or is in one of them only.
+    """
+    count = 0
+    for kind in source.tensors.keys() | written.tensors.keys():
+        mine: dict[str, LazyTensor] = source.tensors.get(kind, {})
+        theirs = written.tensors.get(kind, {})
+        for name in mine.keys() | theirs.keys():
+            if name not in mine or name not in theirs or not is_equal(mine[name], theirs[name]):
+                raise CheckpointError(f"{written.where}: {kind}.{name}, read back, is not the source's")
+            count += 1
+    return count
