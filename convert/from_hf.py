@@ -12,10 +12,10 @@ import torch
 
 from trimegatron.convert.gpt2 import config_from_gpt2, from_gpt2
 from trimegatron.convert.lazy import LazyTensor, assemble, in_memory
-from trimegatron.convert.proof import Proof, fixed_tokens, logits_in_a_fresh_process, prove
+from trimegatron.convert.proof import Proof, prove
 from trimegatron.convert.safetensors_file import read_safetensors
 from trimegatron.convert.source import MODEL, Source, new_state
-from trimegatron.convert.to_ours import check_written
+from trimegatron.convert.to_ours import write_checkpoint
 from trimegatron.convert.torch_file import is_zip, read_torch_file
 from trimegatron.convert.vocabulary import VocabularyConfig, find_tokenizer
 from trimegatron.errors import CheckpointError, ConfigError
@@ -38,7 +38,7 @@ def read_hf(folder: Path, files: VocabularyConfig | None = None) -> Source:
     dtypes = {tensor.dtype for name, tensor in tensors.items() if name.endswith("wte.weight")}
     dtype = dtypes.pop() if dtypes else torch.float32
     files = files or VocabularyConfig()
-    tokenizer = find_tokenizer(files, folder)
+    tokenizer = find_tokenizer(files, folder, where=folder)
     config = config_from_gpt2(values, dtype=dtype, tokenizer_type=tokenizer.type)
     model = from_gpt2(tensors, config, where=folder)
     rows, size = values["vocab_size"], tokenizer.vocab_size
@@ -50,9 +50,7 @@ def read_hf(folder: Path, files: VocabularyConfig | None = None) -> Source:
     config = replace(config, model=replace(config.model, vocab_size=size))
     words = "embedding.word_embeddings.weight"
     model[words] = assemble((size, config.model.hidden_size), [((0, 0), model[words])])
-    source = Source(folder, config, new_state(config), tokenizer, {MODEL: model})
-    assert source.dtype == dtype  # of several it refuses
-    return source
+    return Source(folder, config, new_state(config), tokenizer, {MODEL: model})
 
 
 def read_weights(folder: Path) -> dict[str, LazyTensor]:
@@ -108,12 +106,16 @@ def read_json(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
-def prove_from_hf(source: Source, root: Path) -> tuple[int, Proof]:
-    """The written checkpoint holds every tensor of the source bit for bit (how many), and computes what transformers
-    computes from the source in a fresh process.
+def convert_from_hf(
+    folder: Path, root: Path, files: VocabularyConfig | None = None, *, verify: bool = True
+) -> Proof | None:
+    """Write a checkpoint that computes what transformers computes from ``folder`` in a fresh process.
 
     Raises:
-        CheckpointError: it does not.
+        CheckpointError: the model is none of ours, is damaged, or the proof fails; nothing is left behind.
+        ConfigError: the tokenizer is missing or another, or ``root`` holds something already.
     """
-    count = check_written(source, root)
-    return count, prove(source, source.where)
+    proofs: list[Proof] = []
+    source = read_hf(folder, files)
+    write_checkpoint(source, root, verify=verify, prove=lambda written: proofs.append(prove(written, folder, cut=True)))
+    return proofs[0] if proofs else None

@@ -51,7 +51,9 @@ REQUIRED = {
 """What a ``config.json`` may say of these; what it does not say is this."""
 
 
-def to_gpt2(parameters: Mapping[str, LazyTensor], config: Config) -> dict[str, LazyTensor]:
+def to_gpt2(
+    parameters: Mapping[str, LazyTensor], *, num_layers: int, num_attention_heads: int
+) -> dict[str, LazyTensor]:
     """GPT-2's tensors from ours: every one of ours once, every one of GPT-2's once.
 
     GPT-2 keeps its matrices transposed (Conv1D: [in, out]) and its queries, keys and values as [3, n, d] where ours
@@ -60,10 +62,20 @@ def to_gpt2(parameters: Mapping[str, LazyTensor], config: Config) -> dict[str, L
     Raises:
         CheckpointError: a parameter that GPT-2 has no place for, or one that is missing.
     """
-    shapes = global_shapes(config)
-    found = match(parameters, gpt2_name, map(gpt2_name, shapes), where="the checkpoint")
-    heads = config.model.num_attention_heads
-    return {target: _to_gpt2(target, found[target], heads) for target in map(gpt2_name, shapes)}
+    targets = [gpt2_name(name) for name in our_names(num_layers)]
+    found = match(parameters, gpt2_name, targets, where=f"GPT-2 with {num_layers} layers")
+    return {target: _to_gpt2(target, found[target], num_attention_heads) for target in targets}
+
+
+def our_names(num_layers: int) -> list[str]:
+    """The parameters of a model of ours, in GPT-2's order."""
+    layers = [
+        f"layers.{layer}.{module}.{kind}"
+        for layer in range(num_layers)
+        for module in LAYER
+        for kind in ("weight", "bias")
+    ]
+    return [*list(TOP)[:2], *layers, *list(TOP)[2:]]
 
 
 def _to_gpt2(target: str, tensor: LazyTensor, heads: int) -> LazyTensor:

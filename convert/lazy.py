@@ -1,4 +1,4 @@
-"""Tensors that are read when they are written, some megabytes at a time, so that memory does not grow with the model."""
+"""Tensors that are read when they are written, a few megabytes at a time: memory does not grow with the model."""
 
 from __future__ import annotations
 
@@ -55,10 +55,15 @@ def in_file(path: Path, start: int, shape: tuple[int, ...], dtype: torch.dtype) 
         if tensor.numel():
             with path.open("rb", buffering=0) as file:
                 file.seek(start + first * row_bytes)
-                read_fully(file, memoryview(tensor.reshape(-1).view(torch.uint8).numpy()), path)
+                read_fully(file, bytes_of(tensor), path)
         return tensor
 
     return LazyTensor(shape, dtype, lambda: rows)
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor, to be read from or written to."""
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def read_fully(file, target: memoryview, path: Path) -> None:
@@ -94,9 +99,7 @@ def assemble(shape: tuple[int, ...], pieces: Sequence[tuple[tuple[int, ...], Laz
     return LazyTensor(shape, pieces[0][1].dtype, open_pieces)
 
 
-def rearranged(
-    source: LazyTensor, shape: tuple[int, ...], place: Callable[[torch.Tensor], torch.Tensor]
-) -> LazyTensor:
+def rearranged(source: LazyTensor, shape: tuple[int, ...], place: Callable[[torch.Tensor], torch.Tensor]) -> LazyTensor:
     """The elements of ``source`` in another order.
 
     Args:

@@ -31,12 +31,12 @@ def match(
     foreign, twice = [], []
     for name, entry in source.items():
         target = rename(name)
-        if target not in wanted:
+        if target is None or target not in wanted:
             foreign.append(name)
         elif target in found:
             twice.append(f"{name} (also {target})")
         else:
-            found[target] = entry  # type: ignore[index]
+            found[target] = entry
     missing = [name for name in sorted(wanted) if name not in found]
     problems = [
         f"{what}: {', '.join(names[:SHOWN])}{f' and {len(names) - SHOWN} more' if len(names) > SHOWN else ''}"

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from trimegatron.convert.lazy import LazyTensor, in_file
+from trimegatron.convert.lazy import LazyTensor, bytes_of, in_file
 from trimegatron.errors import CheckpointError
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -59,7 +59,7 @@ def write_safetensors(
         file.write(len(text).to_bytes(8, "little") + text)
         for _, tensor in ordered:
             for chunk in tensor.chunks():
-                data = memoryview(chunk.contiguous().reshape(-1).view(torch.uint8).numpy())
+                data = bytes_of(chunk.contiguous())
                 file.write(data)
                 count(len(data))
         file.flush()

@@ -15,7 +15,7 @@ import torch
 
 import trimegatron
 from trimegatron.checkpoint.checkpoint import CheckpointState, Progress
-from trimegatron.checkpoint.directory import TOKENIZER, damage_in, require_checkpoint
+from trimegatron.checkpoint.directory import TOKENIZER, checkpoint_folder, damage_in, require_checkpoint
 from trimegatron.checkpoint.storage import check_coverage, stored_pieces
 from trimegatron.config import Config
 from trimegatron.convert.lazy import LazyTensor, assemble
@@ -100,13 +100,13 @@ def global_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     return {name: spec.global_shape for name, (spec, _) in parameters_of(config).items()}
 
 
-def read_checkpoint(root: Path) -> Source:
-    """The newest complete checkpoint of ours under ``root``, of any layout.
+def read_checkpoint(root: Path, ckpt_step: int | None = None) -> Source:
+    """The newest complete checkpoint of ours under ``root``, or that of an iteration, of any layout.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
     """
-    folder = require_checkpoint(root)
+    folder = require_checkpoint(root if ckpt_step is None else checkpoint_folder(root, ckpt_step))
     state = CheckpointState.read(folder)
     config = saved_config(folder)
     shapes = global_shapes(config)

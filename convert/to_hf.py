@@ -15,7 +15,7 @@ from trimegatron.convert.output import Progress, check_free, whole_folder
 from trimegatron.convert.proof import Proof, prove
 from trimegatron.convert.safetensors_file import write_safetensors
 from trimegatron.convert.shards import shards_of
-from trimegatron.convert.source import Source
+from trimegatron.convert.source import Source, read_checkpoint
 
 FORMATS = {"safetensors": ("model", ".safetensors"), "bin": ("pytorch_model", ".bin")}
 """Option → stem and ending of the files, as transformers looks for them."""
@@ -46,7 +46,9 @@ def write_hf(
         source.verify()
     rounded_to = source.dtype if dtype is None else getattr(torch, dtype)
     config = gpt2_config(source.config, eod=source.tokenizer.eod, dtype=str(rounded_to).removeprefix("torch."))
-    tensors = {name: cast(tensor, rounded_to) for name, tensor in to_gpt2(source.model, source.config).items()}
+    model = source.config.model
+    tensors = to_gpt2(source.model, num_layers=model.num_layers, num_attention_heads=model.num_attention_heads)
+    tensors = {name: cast(tensor, rounded_to) for name, tensor in tensors.items()}
     with whole_folder(output, "--output") as folder:
         source.tokenizer.save(folder)
         write_weights(folder, tensors, format, max_shard_bytes)
@@ -58,6 +60,11 @@ def write_hf(
     return proof
 
 
+def convert_to_hf(load: Path, output: Path, *, dtype: str | None = None, verify: bool = True) -> Proof | None:
+    """:func:`write_hf` of the newest complete checkpoint of ours under ``load``."""
+    return write_hf(read_checkpoint(load), output, dtype=dtype, verify=verify)
+
+
 def write_weights(folder: Path, tensors: Mapping[str, LazyTensor], format: str, max_bytes: int) -> None:
     """One file, or several and the index that says which tensor is in which."""
     stem, ending = FORMATS[format]
@@ -65,7 +72,7 @@ def write_weights(folder: Path, tensors: Mapping[str, LazyTensor], format: str, 
     shards = shards_of(tensors, max_bytes)
     total = sum(tensor.num_bytes for tensor in tensors.values())
     progress = Progress(total, "writing")
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         name = f"{stem}{ending}" if len(shards) == 1 else f"{stem}-{number:05d}-of-{len(shards):05d}{ending}"
         write(folder / name, shard, {"format": "pt"}, progress.count)

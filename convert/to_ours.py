@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+
+import torch
 
 from trimegatron.checkpoint.directory import (
     TOKENIZER,
@@ -24,8 +27,20 @@ SHARD_BYTES = 2 << 30
 """Files of about this size, so that ranks share the work of reading them."""
 
 
-def write_checkpoint(source: Source, root: Path) -> None:
-    """Write a folder that ``--load`` takes, with one checkpoint in it: whole or not at all."""
+def write_checkpoint(
+    source: Source, root: Path, *, verify: bool = True, prove: Callable[[Source], None] | None = None
+) -> int | None:
+    """Write a folder that ``--load`` takes, with one checkpoint in it: whole or not at all, and with ``verify`` only
+    when every tensor was read back from it bit for bit; returns how many.
+
+    Args:
+        prove: what else must hold of the written checkpoint; it raises where it does not.
+
+    Raises:
+        CheckpointError: the source mixes precisions, or what was written differs from it.
+        ConfigError: ``root`` holds something already.
+    """
+    assert source.dtype == getattr(torch, source.config.precision.params_dtype)
     tensors = {f"{kind}.{name}": tensor for kind, named in source.tensors.items() for name, tensor in named.items()}
     with whole_folder(root, "--save") as temporary_root:
         iteration = source.state.progress.iteration
@@ -40,15 +55,13 @@ def write_checkpoint(source: Source, root: Path) -> None:
         source.state.write(temporary)
         source.tokenizer.save(temporary / TOKENIZER)
         publish(temporary, final, flush_files(temporary, [path for path in temporary.rglob("*") if path.is_file()]))
-
-
-def check_written(source: Source, root: Path) -> int:
-    """Read a written checkpoint back and compare every tensor with its source, bit for bit; returns how many.
-
-    Raises:
-        CheckpointError: one differs.
-    """
-    return check_same(source, read_checkpoint(root))
+        if not verify:
+            return None
+        written = read_checkpoint(temporary_root)
+        count = check_same(source, written)
+        if prove is not None:
+            prove(written)
+        return count
 
 
 def check_same(source: Source, written: Source) -> int:

@@ -8,7 +8,6 @@ not on the list is refused. Tensors stay in the file: their bytes lie in the zip
 from __future__ import annotations
 
 import io
-import math
 import pickle
 import zipfile
 from collections import OrderedDict
@@ -34,7 +33,20 @@ STORAGES = {
     "ByteStorage": torch.uint8,
     "BoolStorage": torch.bool,
 }
-DTYPES = ("float16", "bfloat16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "bool", "half", "float")
+DTYPES = (
+    "float16",
+    "bfloat16",
+    "float32",
+    "float64",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "uint8",
+    "bool",
+    "half",
+    "float",
+)
 INERT = {
     ("argparse", "Namespace"),
     ("signal", "Signals"),
@@ -161,7 +173,7 @@ class _Unpickler(pickle.Unpickler):
     def tensor(self, storage: Storage, offset: int, size: tuple[int, ...], stride: tuple[int, ...]) -> LazyTensor:
         """A view of a storage; one that does not lie row after row is read whole."""
         last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-        if min((offset, *size, *stride), default=0) < 0 or (math.prod(size) and last >= storage.num_elements):
+        if min((offset, *size, *stride)) < 0 or (0 not in size and last >= storage.num_elements):
             raise CheckpointError(f"{self.path}: a tensor of shape {list(size)} reaches beyond its bytes")
         if not size:
             size, stride = (1,), (1,)

@@ -25,8 +25,8 @@ class VocabularyConfig(Options):
     )
 
 
-def find_tokenizer(files: VocabularyConfig, folder: Path) -> Tokenizer:
-    """The tokenizer of the model that lies in ``folder``.
+def find_tokenizer(files: VocabularyConfig, folder: Path, *, where: Path) -> Tokenizer:
+    """The tokenizer of the model ``where``, whose own would lie in ``folder``.
 
     Raises:
         ConfigError: there is none, or it is not of the size that ``--true-vocab-size`` says.
@@ -35,7 +35,7 @@ def find_tokenizer(files: VocabularyConfig, folder: Path) -> Tokenizer:
     size = files.true_vocab_size
     if tokenizer is None and size is None:
         raise ConfigError(
-            f"{folder} comes without a tokenizer. Give --vocab-file and --merge-file, --tokenizer-model, or "
+            f"{where} comes without a tokenizer. Give --vocab-file and --merge-file, --tokenizer-model, or "
             "--true-vocab-size alone to go on with ids as text"
         )
     if tokenizer is None:
