@@ -115,7 +115,7 @@ def logits_in_a_fresh_process(folder: Path, tokens: torch.Tensor) -> torch.Tenso
     """
     with tempfile.TemporaryDirectory() as scratch:
         tokens_file, output = Path(scratch) / "tokens.safetensors", Path(scratch) / "logits.safetensors"
-        save_file({"tokens": tokens}, tokens_file)
+        save_file({"tokens": tokens.contiguous()}, tokens_file)
         result = subprocess.run(
             [sys.executable, "-m", "trimegatron.convert.proof", str(folder), str(tokens_file), str(output)],
             env=os.environ | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"},

@@ -74,9 +74,7 @@ class Inert:
         self.made_of = made_of
 
     def __setstate__(self, state: Any) -> None:
-        self.state = state
-        if isinstance(state, dict):
-            vars(self).update(state)
+        vars(self).update(state if isinstance(state, dict) else {"state": state})
 
 
 @dataclass(frozen=True)

@@ -68,8 +68,8 @@ class DataRecord:
         if "train" not in saved:
             self.first_sample = consumed_samples
             return [
-                f"the checkpoint does not say what its {consumed_samples} samples were: another program read them. Those "
-                "from that number on are of this command's data"
+                f"the checkpoint does not say what its {consumed_samples} samples were: another program read them. "
+                "Those from that number on are of this command's data"
             ]
         changed = _differences(saved, {key: value for key, value in self.description.items() if key != "paths"})
         earlier = list(saved.get("before", []))
