@@ -1,7 +1,5 @@
-"""Proof that a converted model is the model: both on the same tokens, the converted one loaded by transformers in a
+"""Proof that a converted model is the model: both on the same tokens, the Hugging Face one loaded by transformers in a
 fresh process.
-
-``python -m trimegatron.convert.proof FOLDER TOKENS OUTPUT`` is that process.
 """
 
 from __future__ import annotations
@@ -117,7 +115,7 @@ def logits_in_a_fresh_process(folder: Path, tokens: torch.Tensor) -> torch.Tenso
         tokens_file, output = Path(scratch) / "tokens.safetensors", Path(scratch) / "logits.safetensors"
         save_file({"tokens": tokens.contiguous()}, tokens_file)
         result = subprocess.run(
-            [sys.executable, "-m", "trimegatron.convert.proof", str(folder), str(tokens_file), str(output)],
+            [sys.executable, "-m", "trimegatron.convert.fresh_process", str(folder), str(tokens_file), str(output)],
             env=os.environ | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"},
             capture_output=True,
             text=True,
@@ -127,24 +125,3 @@ def logits_in_a_fresh_process(folder: Path, tokens: torch.Tensor) -> torch.Tenso
             last = (result.stderr.strip().splitlines() or ["no message"])[-1]
             raise CheckpointError(f"transformers cannot load the model in {folder}: {last}")
         return load_file(output)["logits"]
-
-
-def main() -> None:
-    """The fresh process: load, run, write the logits."""
-    from transformers import AutoModelForCausalLM
-
-    folder, tokens_file, output = sys.argv[1:]
-    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
-    # What transformers would fill in by itself is no part of a conversion.
-    wrong = {
-        kind: names for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") if (names := info.get(kind))
-    }
-    if wrong:
-        sys.exit(f"the model's tensors do not match: {wrong}")
-    with torch.no_grad():
-        logits = model.eval()(load_file(tokens_file)["tokens"]).logits
-    save_file({"logits": logits.float().contiguous()}, output)
-
-
-if __name__ == "__main__":
-    main()
