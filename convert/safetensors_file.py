@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -44,8 +46,12 @@ def read_safetensors(path: Path) -> dict[str, LazyTensor]:
 
 def write_safetensors(
     path: Path, tensors: Mapping[str, LazyTensor], metadata: Mapping[str, str], count: Callable[[int], None]
-) -> None:
-    """Write a file and flush it to the disk; ``count`` is told of the bytes as they are written."""
+) -> str:
+    """Write a file and flush it to the disk; returns its SHA-256, which a thread works out beside the writing.
+
+    Args:
+        count: is told of the bytes as they are written.
+    """
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     position = 0
     ordered = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)  # stable; keeps every tensor aligned
@@ -55,12 +61,21 @@ def write_safetensors(
         position = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+    digest = hashlib.sha256()
+    with path.open("wb", buffering=0) as file, ThreadPoolExecutor(1) as beside:
+
+        def write(data: memoryview | bytes) -> None:
+            hashed = beside.submit(digest.update, data)
+            written = 0
+            while written < len(data):  # the system may take less than it is given
+                written += file.write(memoryview(data)[written:])
+            hashed.result()
+
+        write(len(text).to_bytes(8, "little") + text)
         for _, tensor in ordered:
             for chunk in tensor.chunks():
                 data = bytes_of(chunk.contiguous())
-                file.write(data)
+                write(data)
                 count(len(data))
-        file.flush()
         os.fsync(file.fileno())
+    return digest.hexdigest()

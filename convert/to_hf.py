@@ -16,6 +16,7 @@ from trimegatron.convert.proof import Proof, prove
 from trimegatron.convert.safetensors_file import write_safetensors
 from trimegatron.convert.shards import shards_of
 from trimegatron.convert.source import Source, read_checkpoint
+from trimegatron.convert.torch_file import save_torch_file
 
 FORMATS = {"safetensors": ("model", ".safetensors"), "bin": ("pytorch_model", ".bin")}
 """Option → stem and ending of the files, as transformers looks for them."""
@@ -87,7 +88,7 @@ def write_bin(
     path: Path, tensors: Mapping[str, LazyTensor], _metadata: Mapping[str, str], count: Callable[[int], None]
 ) -> None:
     """A file of torch.save, a pickle: its tensors are in memory together."""
-    torch.save({name: tensor.load().contiguous() for name, tensor in tensors.items()}, path)
+    save_torch_file({name: tensor.load().contiguous() for name, tensor in tensors.items()}, path)
     count(sum(tensor.num_bytes for tensor in tensors.values()))
 
 

@@ -25,7 +25,7 @@ from trimegatron.convert.megatron_names import WORDS, megatron_name
 from trimegatron.convert.output import Progress, whole_folder
 from trimegatron.convert.source import MASTER, MODEL, MOMENTS, Source, parameters_of
 from trimegatron.convert.to_ours import check_same
-from trimegatron.files import sync_file
+from trimegatron.convert.torch_file import save_torch_file
 from trimegatron.mesh import Axis
 from trimegatron.tensor_parallel.parameter import ParameterSpec
 
@@ -95,8 +95,7 @@ def check_cut(config: Config, tp: int, pp: int) -> None:
 
 def save(content: dict[str, Any], path: Path) -> None:
     """Write one file and flush it to the disk."""
-    torch.save(content, path, pickle_module=SimpleNamespace(Pickler=_Pickler, __name__="pickle"))
-    sync_file(path)
+    save_torch_file(content, path, SimpleNamespace(Pickler=_Pickler, __name__="pickle"))
 
 
 def content_of_rank(source: Source, t: int, p: int, tp: int, pp: int) -> dict[str, Any]:

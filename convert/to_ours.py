@@ -47,14 +47,18 @@ def write_checkpoint(
         temporary, final = temporary_folder(temporary_root, iteration), checkpoint_folder(temporary_root, iteration)
         temporary.mkdir()
         progress = Progress(sum(tensor.num_bytes for tensor in tensors.values()), "writing")
+        entries = {}
         for number, shard in enumerate(shards_of(tensors, SHARD_BYTES)):
             where = {name: {"saved_offsets": [0] * len(tensor.shape)} for name, tensor in shard.items()}
             metadata = {"format": "pt", SHARDING_KEY: json.dumps(where)}
-            write_safetensors(temporary / f"shard-{number:05d}.safetensors", shard, metadata, progress.count)
+            path = temporary / f"shard-{number:05d}.safetensors"
+            sha256 = write_safetensors(path, shard, metadata, progress.count)
+            entries[path.name] = {"bytes": path.stat().st_size, "sha256": sha256}
         progress.close()
         source.state.write(temporary)
         source.tokenizer.save(temporary / TOKENIZER)
-        publish(temporary, final, flush_files(temporary, [path for path in temporary.rglob("*") if path.is_file()]))
+        rest = [path for path in temporary.rglob("*") if path.is_file() and path.name not in entries]
+        publish(temporary, final, entries | flush_files(temporary, rest))
         if not verify:
             return None
         written = read_checkpoint(temporary_root)

@@ -1,4 +1,4 @@
-"""What ``torch.save`` wrote, read without running anything that the file asks for.
+"""Files of ``torch.save``, read without running anything that the file asks for.
 
 A pickle names the functions and classes that build its objects. This reader knows a short list of them and puts
 something inert in the place of each: no module is imported, no class of another package is made, and a name that is
@@ -20,6 +20,7 @@ import torch
 
 from trimegatron.convert.lazy import LazyTensor, Rows, in_file
 from trimegatron.errors import CheckpointError
+from trimegatron.files import sync_file
 
 STORAGES = {
     "DoubleStorage": torch.float64,
@@ -99,6 +100,15 @@ def read_torch_file(path: Path) -> Any:
         raise CheckpointError(f"{path} is not a file of torch.save (1.6 or newer) that can be read: {error}") from error
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+
+
+def save_torch_file(content: Any, path: Path, pickle_module: Any = pickle) -> None:
+    """Write a file of torch.save and flush it to the disk. Raises OSError."""
+    try:
+        torch.save(content, path, pickle_module=pickle_module)
+    except RuntimeError as error:  # what the library makes of a full disk
+        raise OSError(f"{path} could not be written: {error}") from error
+    sync_file(path)
 
 
 def is_zip(path: Path) -> bool:

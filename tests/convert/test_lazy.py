@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from trimegatron.checkpoint.directory import file_hash
 from trimegatron.convert import lazy
 from trimegatron.convert.lazy import assemble, cast, cut, in_memory, is_equal, rearranged
 from trimegatron.convert.safetensors_file import read_safetensors, write_safetensors
@@ -29,7 +30,8 @@ def test_files_are_the_librarys(chunk_bytes: int, tmp_path: Path):
         "empty": torch.empty(0, 4),
     }
     written: list[int] = []
-    write_safetensors(tmp_path / "x", {n: in_memory(t) for n, t in tensors.items()}, {"k": "v"}, written.append)
+    lazies = {name: in_memory(tensor) for name, tensor in tensors.items()}
+    assert write_safetensors(tmp_path / "x", lazies, {"k": "v"}, written.append) == file_hash(tmp_path / "x")
     assert sum(written) == sum(tensor.nbytes for tensor in tensors.values())
     theirs = load_file(tmp_path / "x")
     save_file(tensors, tmp_path / "y")
