@@ -5,21 +5,20 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from trimegatron.checkpoint.checkpoint import Progress
 from trimegatron.checkpoint.directory import TOKENIZER
 from trimegatron.config import Config
-from trimegatron.convert.lazy import LazyTensor, assemble, cast, is_equal
+from trimegatron.convert.lazy import LazyTensor, assemble, is_equal
 from trimegatron.convert.ledger import check_shapes, match
 from trimegatron.convert.megatron_args import config_from_args
 from trimegatron.convert.megatron_files import MegatronFiles, RankFile, read_megatron_files
 from trimegatron.convert.megatron_names import HEADS, flatten, in_our_order, our_name
 from trimegatron.convert.megatron_optimizer import OptimizerState, read_optimizer
-from trimegatron.convert.source import MODEL, Source, global_shapes, new_state, parameters_of
+from trimegatron.convert.source import MODEL, LocalParameter, Source, global_shapes, new_state, parameters_of
 from trimegatron.convert.vocabulary import VocabularyConfig, find_tokenizer
 from trimegatron.errors import CheckpointError, ConfigError
 from trimegatron.mesh import Axis
@@ -30,12 +29,13 @@ from trimegatron.tokenizer import NullTokenizer, Tokenizer
 
 @dataclass(frozen=True)
 class Place:
-    """One rank's piece of one parameter."""
+    """One rank's piece of one tensor."""
 
+    tensor_rank: int
     spec: ParameterSpec
-    file: RankFile
+    path: Path
     name: str
-    """In the file."""
+    """Kind and parameter."""
     tensor: LazyTensor
 
 
@@ -71,7 +71,7 @@ def read_megatron(
         megatron_compat=compat_of(found),
     )
     pieces, optimizer = read_ranks(found, config, with_optimizer=with_optimizer and not found.is_release)
-    tensors = {kind: merge(kind, places, config) for kind, places in pieces.items()}
+    tensors = {kind: merge(places, config) for kind, places in pieces.items()}
     notes = [] if optimizer is not None else ["no optimizer state is taken along: go on with --finetune"]
     if with_optimizer and optimizer is None and not found.is_release:
         notes = ["the checkpoint holds no optimizer state: go on with --no-load-optim or --finetune"]
@@ -153,67 +153,50 @@ def read_ranks(
     Raises:
         CheckpointError: a tensor has no place, is missing or of another size.
     """
-    pieces: dict[str, dict[str, list[Place]]] = defaultdict(lambda: defaultdict(list))
-    optimizers: dict[tuple[int, int], OptimizerState | None] = {}
     model = config.model
     if model.num_attention_heads % found.tp or model.num_layers % (found.pp * len(found.first.chunks)):
         raise CheckpointError(f"{found.folder}: its heads or layers cannot be cut into {found.tp} × {found.pp} ranks")
+    pieces: dict[str, dict[str, list[Place]]] = defaultdict(lambda: defaultdict(list))
+    optimizers: dict[tuple[int, int], OptimizerState | None] = {}
+    heads = model.num_attention_heads // found.tp
     for (t, p), file in sorted(found.ranks.items()):
-        names: list[tuple[str, ParameterSpec]] = []  # of all chunks, in the order of the file
-        for i, chunk in enumerate(file.chunks):
-            layers = layers_of_chunk(model.num_layers, found.pp, len(file.chunks), p, i)
-            expected = parameters_of(
-                config,
-                layers=layers,
-                tensor=Axis(found.tp, t),
-                is_first=layers.start == 0,
-                is_last=layers.stop == model.num_layers,
-            )
-            flat = flatten(chunk)
-            theirs = match(
-                {name: name for name in flat},
-                lambda name, first=layers.start: our_name(name, first),  # type: ignore[misc]
-                expected,
-                where=file.path,
-            )
-            if found.pp == 1 and any(name in HEADS for name in flat):
-                raise CheckpointError(f"{file.path} holds a head of its own; only one tied to the words is supported")
-            ours = {theirs[name]: name for name in expected}
-            names += [(ours[name], expected[ours[name]][0]) for name in flat]
-            shapes = {name: shape for name, (_, shape) in expected.items()}
-            check_shapes({name: flat[theirs[name]].shape for name in expected}, shapes, where=file.path)
-            for name, (spec, _) in expected.items():
-                add(
-                    pieces,
-                    MODEL,
-                    name,
-                    spec,
-                    file,
-                    theirs[name],
-                    flat[theirs[name]],
-                    model.num_attention_heads // found.tp,
-                )
+        local: dict[str, LocalParameter] = {}  # in the order of the file, which is that of the optimizer
+        kinds: dict[str, dict[str, LazyTensor]] = {MODEL: {}}
+        for number, chunk in enumerate(file.chunks):
+            layers = layers_of_chunk(model.num_layers, found.pp, len(file.chunks), p, number)
+            tensors, places = read_chunk(file, chunk, config, Axis(found.tp, t), layers, is_only_stage=found.pp == 1)
+            kinds[MODEL] |= tensors
+            local |= places
         if with_optimizer:
-            state = read_optimizer(file, names)
-            optimizers[t, p] = state
-            for kind, named in (state.tensors if state else {}).items():
-                for (name, spec), tensor in zip(names, named, strict=True):
-                    tensor = cast(tensor, torch.float32)
-                    add(
-                        pieces,
-                        kind,
-                        name,
-                        spec,
-                        file,
-                        f"{kind} of {name}",
-                        tensor,
-                        model.num_attention_heads // found.tp,
-                    )
+            state = optimizers[t, p] = read_optimizer(file, local)
+            kinds |= state.tensors if state else {}
+        for kind, named in kinds.items():
+            for name, tensor in named.items():
+                tensor = in_our_order(name, tensor, version=file.version, heads=heads)
+                pieces[kind][name].append(Place(t, local[name].spec, file.path, f"{kind}.{name}", tensor))
     return pieces, agreed(found, optimizers)
 
 
-def add(pieces, kind: str, name: str, spec: ParameterSpec, file: RankFile, theirs: str, tensor: LazyTensor, heads: int):
-    pieces[kind][name].append(Place(spec, file, theirs, in_our_order(name, tensor, version=file.version, heads=heads)))
+def read_chunk(
+    file: RankFile, chunk: Mapping[str, Any], config: Config, tensor: Axis, layers: range, *, is_only_stage: bool
+) -> tuple[dict[str, LazyTensor], dict[str, LocalParameter]]:
+    """The tensors of one rank's layers under our names, in the file's order, and where they lie.
+
+    Raises:
+        CheckpointError: a tensor has no place, is missing or of another size.
+    """
+    flat = flatten(chunk)
+    if is_only_stage and any(name in HEADS for name in flat):
+        raise CheckpointError(f"{file.path} holds a head of its own; only one tied to the words is supported")
+    ends = {"is_first": layers.start == 0, "is_last": layers.stop == config.model.num_layers}
+    expected = parameters_of(config, layers=layers, tensor=tensor, **ends)
+    tensors = match(flat, partial(our_name, first_layer=layers.start), expected, where=file.path)
+    check_shapes(
+        {name: found.shape for name, found in tensors.items()},
+        {name: place.shape for name, place in expected.items()},
+        where=file.path,
+    )
+    return tensors, {name: expected[name] for name in tensors}
 
 
 def agreed(found: MegatronFiles, optimizers: Mapping[tuple[int, int], OptimizerState | None]) -> OptimizerState | None:
@@ -235,7 +218,7 @@ def layers_of_chunk(num_layers: int, num_stages: int, num_chunks: int, stage: in
     return range(first, first + size)
 
 
-def merge(kind: str, places: Mapping[str, list[Place]], config: Config) -> dict[str, LazyTensor]:
+def merge(places: Mapping[str, list[Place]], config: Config) -> dict[str, LazyTensor]:
     """Whole tensors from the ranks' pieces. What several ranks hold alike must be alike, the tied head included.
 
     Raises:
@@ -243,24 +226,17 @@ def merge(kind: str, places: Mapping[str, list[Place]], config: Config) -> dict[
     """
     tensors = {}
     for name, shape in global_shapes(config).items():
-        mine = [place for place in places[name] if not place.spec.is_tied_copy]
-        pieces: dict[tuple[int, ...], Place] = {}
-        for place in mine:
-            first = pieces.setdefault(place.spec.offsets if place.spec.is_sharded else (), place)
+        pieces: dict[int, Place] = {}  # by tensor-parallel rank; of what all hold alike the first is taken
+        for place in sorted(places[name], key=lambda place: place.spec.is_tied_copy):
+            first = pieces.setdefault(place.tensor_rank if place.spec.is_sharded else 0, place)
             if first is not place and not is_equal(first.tensor, place.tensor):
                 raise unequal(first, place)
-        for place in places[name]:
-            if place.spec.is_tied_copy and not is_equal(pieces[place.spec.offsets].tensor, place.tensor):
-                raise unequal(pieces[place.spec.offsets], place)
-        whole = next(iter(pieces.values()))
-        if len(pieces) == 1 and whole.tensor.shape == shape:
-            tensors[name] = whole.tensor
+        if len(pieces) == 1 and pieces[0].tensor.shape == shape:
+            tensors[name] = pieces[0].tensor
         else:
             tensors[name] = assemble(shape, [(place.spec.offsets, place.tensor) for place in pieces.values()])
     return tensors
 
 
 def unequal(one: Place, other: Place) -> CheckpointError:
-    return CheckpointError(
-        f"{one.name} in {one.file.path} and {other.name} in {other.file.path} must hold the same values and do not"
-    )
+    return CheckpointError(f"{one.name} in {one.path} and in {other.path} must hold the same values and do not")

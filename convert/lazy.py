@@ -13,7 +13,7 @@ CHUNK_BYTES = 16 << 20
 """About as much is in memory of a tensor that is copied from file to file."""
 
 CACHED_ROWS = 64
-"""A transposition goes so many rows at a time, so that both sides of it stay in the processor's cache: half the time."""
+"""A transposition goes so many rows at a time, so that both sides of it stay in the processor's cache."""
 
 Rows = Callable[[int, int], torch.Tensor]
 """``rows(first, last)``: these rows of a tensor."""

@@ -9,11 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trimegatron.convert.lazy import LazyTensor
+import torch
+
+from trimegatron.convert.lazy import LazyTensor, cast
 from trimegatron.convert.megatron_files import RankFile
-from trimegatron.convert.source import MASTER
+from trimegatron.convert.source import MASTER, LocalParameter
 from trimegatron.errors import CheckpointError
-from trimegatron.tensor_parallel.parameter import ParameterSpec
 
 MOMENTS = {"exp_avg": "optimizer.exp_avg", "exp_avg_sq": "optimizer.exp_avg_sq"}
 
@@ -24,15 +25,15 @@ class OptimizerState:
 
     step: int
     scaler: dict[str, float]
-    tensors: dict[str, list[LazyTensor]]
-    """Kind → tensors, in the order of the rank's parameters."""
+    tensors: dict[str, dict[str, LazyTensor]]
+    """Kind → name of the parameter → tensor, in fp32."""
 
 
-def read_optimizer(file: RankFile, parameters: Sequence[tuple[str, ParameterSpec]]) -> OptimizerState | None:
+def read_optimizer(file: RankFile, parameters: Mapping[str, LocalParameter]) -> OptimizerState | None:
     """The optimizer of one rank, None where none was saved.
 
     Args:
-        parameters: our names of the rank's parameters and where they lie, in the order of its model.
+        parameters: what the rank holds, by our names, in the order of its model.
 
     Raises:
         CheckpointError: it is of a form that is not read here.
@@ -48,52 +49,40 @@ def read_optimizer(file: RankFile, parameters: Sequence[tuple[str, ParameterSpec
     inner = saved.get("optimizer", saved)
     if not isinstance(inner, Mapping) or not {"state", "param_groups"} <= inner.keys():
         raise refused(file, "it has no state and param_groups")
-    order, groups = numbering(file, inner["param_groups"], parameters)
+    groups = groups_of(file, inner["param_groups"], parameters)
+    numbers = [
+        number
+        for group, names in zip(inner["param_groups"], groups, strict=True)
+        for number, _ in zip(group["params"], names, strict=True)
+    ]
+    names = [name for group in groups for name in group]
     state = inner["state"]
-    if sorted(state) != sorted(order):
-        raise refused(file, f"it has {len(state)} states for {len(order)} parameters")
-    tensors = {}
-    for key, kind in MOMENTS.items():
-        if any(not isinstance(state[number].get(key), LazyTensor) for number in order):
-            raise refused(file, f"a parameter has no {key}: only Adam's moments can be taken along")
-        tensors[kind] = [state[number][key] for number in order]
+    if sorted(state) != sorted(numbers) or len(set(names)) != len(parameters):
+        raise refused(file, f"it has {len(state)} states for {len(parameters)} parameters")
+    found: dict[str, list[Any]] = {kind: [state[n].get(key) for n in numbers] for key, kind in MOMENTS.items()}
     if "fp32_from_fp16_params" in saved:
-        tensors[MASTER] = masters(file, saved["fp32_from_fp16_params"], groups, len(order))
-    for kind, found in tensors.items():
-        for (name, spec), tensor, expected in zip(parameters, found, tensors["optimizer.exp_avg"], strict=True):
-            if tensor.shape != expected.shape or len(tensor.shape) != len(spec.global_shape):
-                raise refused(file, f"{kind} of {name} is {list(tensor.shape)}")
+        found[MASTER] = [tensor for group in saved["fp32_from_fp16_params"] for tensor in group]
+    tensors: dict[str, dict[str, LazyTensor]] = {}
+    for kind, values in found.items():
+        shapes = [value.shape if isinstance(value, LazyTensor) else None for value in values]
+        if shapes != [parameters[name].shape for name in names]:
+            raise refused(file, f"its {kind} is not of the parameters' sizes")
+        tensors[kind] = {name: cast(value, torch.float32) for name, value in zip(names, values, strict=True)}
     return OptimizerState(step_of(file, inner), scaler_of(saved, file.args), tensors)
 
 
-def numbering(
-    file: RankFile, groups: Sequence[Mapping[str, Any]], parameters: Sequence[tuple[str, ParameterSpec]]
-) -> tuple[list[int], list[list[int]]]:
-    """The number of each parameter in the optimizer, and for each group the parameters' positions in the model."""
-    order = [-1] * len(parameters)
+def groups_of(
+    file: RankFile, groups: Sequence[Mapping[str, Any]], parameters: Mapping[str, LocalParameter]
+) -> list[list[str]]:
+    """The parameters of each group: those that are decayed or those that are not, in the order of the model."""
     members = []
     for i, group in enumerate(groups):
         decays = group["wd_mult"] > 0 if "wd_mult" in group else i == 0
-        mine = [k for k, (_, spec) in enumerate(parameters) if (len(spec.global_shape) > 1) == decays]
+        mine = [name for name, place in parameters.items() if (len(place.shape) > 1) == decays]
         if len(mine) != len(group["params"]):
             raise refused(file, f"group {i} has {len(group['params'])} parameters where {len(mine)} were expected")
-        for k, number in zip(mine, group["params"], strict=True):
-            order[k] = number
         members.append(mine)
-    if sorted(order) != sorted({number for number in order if number >= 0}):
-        raise refused(file, "its groups do not hold every parameter once")
-    return order, members
-
-
-def masters(file: RankFile, saved: Any, groups: list[list[int]], count: int) -> list[LazyTensor]:
-    """The fp32 main weights, listed by group, in the order of the model."""
-    found: list[LazyTensor | None] = [None] * count
-    if [len(group) for group in saved] != [len(group) for group in groups]:
-        raise refused(file, "its fp32 main weights are not those of its groups")
-    for positions, tensors in zip(groups, saved, strict=True):
-        for k, tensor in zip(positions, tensors, strict=True):
-            found[k] = tensor
-    return [tensor for tensor in found if tensor is not None]
+    return members
 
 
 def step_of(file: RankFile, inner: Mapping[str, Any]) -> int:

@@ -10,6 +10,7 @@ import platform
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -83,16 +84,22 @@ def new_state(
     )
 
 
+class LocalParameter(NamedTuple):
+    """A rank's piece of a parameter."""
+
+    spec: ParameterSpec
+    shape: tuple[int, ...]
+    """Padding included."""
+
+
 def parameters_of(
     config: Config, *, layers: range | None = None, tensor: Axis | None = None, is_first: bool = True, is_last=True
-) -> dict[str, tuple[ParameterSpec, tuple[int, ...]]]:
-    """Where each parameter of a stage lies in the whole model, and the shape of this rank's piece, padding included:
-    the model itself says so, built without memory.
-    """
+) -> dict[str, LocalParameter]:
+    """What one rank holds of each parameter of a stage: the model itself says so, built without memory."""
     spec = model_spec(config, tensor=tensor or Axis(), device=torch.device("meta"))
     layers = range(config.model.num_layers) if layers is None else layers
     stage = GPTStage(spec, layers, is_first=is_first, is_last=is_last)
-    return {name: (spec_of(p), tuple(p.shape)) for name, p in stage.named_parameters()}
+    return {name: LocalParameter(spec_of(p), tuple(p.shape)) for name, p in stage.named_parameters()}
 
 
 def global_shapes(config: Config) -> dict[str, tuple[int, ...]]:

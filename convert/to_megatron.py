@@ -23,11 +23,10 @@ from trimegatron.convert.lazy import LazyTensor, cut
 from trimegatron.convert.megatron_args import args_from_config
 from trimegatron.convert.megatron_names import WORDS, megatron_name
 from trimegatron.convert.output import Progress, whole_folder
-from trimegatron.convert.source import MASTER, MODEL, MOMENTS, Source, parameters_of
+from trimegatron.convert.source import MASTER, MODEL, MOMENTS, LocalParameter, Source, parameters_of
 from trimegatron.convert.to_ours import check_same
 from trimegatron.convert.torch_file import save_torch_file
 from trimegatron.mesh import Axis
-from trimegatron.tensor_parallel.parameter import ParameterSpec
 
 VERSION = 3.0
 PythonPickler: Any = pickle._Pickler
@@ -120,9 +119,7 @@ def content_of_rank(source: Source, t: int, p: int, tp: int, pp: int) -> dict[st
     return content
 
 
-def local_tensors(
-    tensors: dict[str, LazyTensor], places: dict[str, tuple[ParameterSpec, tuple[int, ...]]]
-) -> dict[str, torch.Tensor]:
+def local_tensors(tensors: dict[str, LazyTensor], places: dict[str, LocalParameter]) -> dict[str, torch.Tensor]:
     """A rank's pieces, with the padding of the vocabulary."""
     return {name: cut(tensors[name], spec.offsets, spec.extent, shape) for name, (spec, shape) in places.items()}
 
@@ -144,7 +141,7 @@ def nested_model(tensors: dict[str, torch.Tensor], first_layer: int, *, is_first
     return {"language_model": language_model} | head
 
 
-def optimizer(source: Source, places: dict[str, tuple[ParameterSpec, tuple[int, ...]]]) -> dict[str, Any]:
+def optimizer(source: Source, places: dict[str, LocalParameter]) -> dict[str, Any]:
     """Moments by number, decayed parameters first, and in half precision the main weights and the loss scale."""
     config, state = source.config, source.state
     groups = [[name for name, (_, shape) in places.items() if (len(shape) > 1) == decays] for decays in (True, False)]

@@ -197,6 +197,24 @@ def test_older_versions(version: float | None, tmp_path: Path):
     assert check_same(source, read_megatron(tmp_path / "m")) == 84
 
 
+def test_ranks_that_hold_padding_alone(tmp_path: Path):
+    """Of 4 ranks two hold no word: their padding differs and is nobody's."""
+    source = random_source(vocab_size=40, make_vocab_size_divisible_by=32)
+    write_megatron(source, tmp_path / "m", tp=4, pp=2)
+
+    def change(content: dict[str, Any]) -> None:
+        for table in (content["model"]["language_model"].get("embedding", {}).get("word_embeddings"),):
+            if table is not None:
+                table["weight"].add_(torch.randn(()))
+
+    rewrite(tmp_path / "m", change, "mp_rank_03_000")
+    with pytest.raises(CheckpointError, match="must hold the same values"):  # as the head's copy, padding and all
+        read_megatron(tmp_path / "m")
+    write_megatron(source, tmp_path / "n", tp=4, pp=1)
+    rewrite(tmp_path / "n", change, "mp_rank_03")
+    assert check_same(source, read_megatron(tmp_path / "n")) == 84
+
+
 def test_interleaved_stages(tmp_path: Path):
     """Two stages of two chunks each: stage 0 has layers 0 and 2, stage 1 has 1 and 3."""
     assert [layers_of_chunk(8, 2, 2, stage, chunk) for chunk in (0, 1) for stage in (0, 1)] == [
