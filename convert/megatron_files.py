@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from trimegatron.checkpoint.directory import TRACKER, checkpoint_folder
-from trimegatron.convert.torch_file import read_torch_file
+from trimegatron.convert.torch_file import Inert, read_torch_file
 from trimegatron.errors import CheckpointError
 
 RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
@@ -115,9 +115,9 @@ def read_megatron_files(root: Path, ckpt_step: int | None = None) -> MegatronFil
 
 def read_rank_file(path: Path) -> Mapping[str, Any]:
     content = read_torch_file(path)
-    if not isinstance(content, Mapping) or "args" not in content:
+    if not isinstance(content, Mapping) or not isinstance(content.get("args"), Inert):
         raise CheckpointError(f"{path} holds no args; it is not a training checkpoint of Megatron-LM's")
-    if not any(name.startswith("model") for name in content):
+    if "model" not in content and "model0" not in content:
         raise CheckpointError(f"{path} holds no model")
     return content
 

@@ -151,6 +151,25 @@ def rewrite(root: Path, change: Callable[[dict[str, Any]], Any], ranks: str = "m
         save(content, path)
 
 
+def test_steps_of_torchs_own_adam(tmp_path: Path):
+    """Newer versions may keep the number of updates with each parameter, as a tensor."""
+    source = random_source()
+    write_megatron(source, tmp_path / "m", tp=1, pp=1)
+
+    def change(content: dict[str, Any], last: float = 8.0) -> None:
+        for group in content["optimizer"]["param_groups"]:
+            group.pop("step", None)
+        for number, state in content["optimizer"]["state"].items():
+            state["step"] = torch.tensor(last if number == 27 else 8.0)
+
+    rewrite(tmp_path / "m", change)
+    back = read_megatron(tmp_path / "m")
+    assert back.state.optimizer_step == 8 and check_same(source, back) == 84
+    rewrite(tmp_path / "m", lambda content: change(content, 7.0))
+    with pytest.raises(CheckpointError, match="it is at 2 different steps"):
+        read_megatron(tmp_path / "m")
+
+
 def map_query_key_value(content: dict[str, Any], pattern: str, heads: int) -> None:
     from einops import rearrange
 
@@ -288,6 +307,8 @@ def change_one(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None
             r"word_embeddings.* must hold the same values and do not",
         ),
         (change_one(lambda content: content.update(evil=eval)), "asks for .*eval"),
+        (change_one(lambda content: content.update(args={})), "holds no args"),
+        (change_one(lambda content: content.pop("model")), "holds no model"),
         (change_one(lambda content: setattr(content["args"], "swiglu", True)), None),
         (lambda root: rewrite(root, lambda c: setattr(c["args"], "swiglu", True)), "swiglu is True, not False"),
         (lambda root: rewrite(root, lambda c: setattr(c["args"], "num_experts", 8)), "num_experts is 8"),
