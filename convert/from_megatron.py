@@ -72,9 +72,9 @@ def read_megatron(
     )
     pieces, optimizer = read_ranks(found, config, with_optimizer=with_optimizer and not found.is_release)
     tensors = {kind: merge(places, config) for kind, places in pieces.items()}
-    notes = [] if optimizer is not None else ["no optimizer state is taken along: go on with --finetune"]
-    if with_optimizer and optimizer is None and not found.is_release:
-        notes = ["the checkpoint holds no optimizer state: go on with --no-load-optim or --finetune"]
+    notes = []
+    if optimizer is None:
+        notes.append("no optimizer state is taken along: go on with --no-load-optim, or start anew with --finetune")
     if args.get("rampup_batch_size"):
         notes.append(f"it was trained with --rampup-batch-size {args['rampup_batch_size']}, which is not known here")
     state = new_state(
