@@ -20,6 +20,8 @@ from trimegatron.errors import CheckpointError
 
 RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
 FILES = ("model_optim_rng.pt", "model_rng.pt")
+RELEASE = "release"
+"""The tracker's word and the folder's name for weights that no run goes on from: iteration 0, no optimizer."""
 
 
 @dataclass(frozen=True)
@@ -62,12 +64,12 @@ class MegatronFiles:
 
     @property
     def is_release(self) -> bool:
-        return self.folder.name == "release"
+        return self.folder.name == RELEASE
 
 
 def is_megatron(root: Path) -> bool:
     """Whether a folder looks like one of Megatron-LM's checkpoints or holds one."""
-    folders = [root, *root.glob("iter_*"), root / "release"]
+    folders = [root, *root.glob("iter_*"), root / RELEASE]
     return any(any(folder.glob("mp_rank_*")) or (folder / ".metadata").exists() for folder in folders)
 
 
@@ -133,7 +135,7 @@ def find_iteration(root: Path, ckpt_step: int | None) -> Path:
     else:
         try:
             text = (root / TRACKER).read_text().strip()
-            folder = root / "release" if text == "release" else checkpoint_folder(root, int(text))
+            folder = root / RELEASE if text == RELEASE else checkpoint_folder(root, int(text))
         except (OSError, ValueError) as error:
             raise CheckpointError(
                 f"--load ({root}) has no {TRACKER} that can be read ({error}). Give --ckpt-step, or the folder of one "

@@ -21,12 +21,14 @@ from trimegatron.config.options import fail
 from trimegatron.convert.from_megatron import layers_of_chunk, read_megatron
 from trimegatron.convert.lazy import LazyTensor, cut
 from trimegatron.convert.megatron_args import args_from_config
+from trimegatron.convert.megatron_files import RELEASE
 from trimegatron.convert.megatron_names import WORDS, megatron_name
 from trimegatron.convert.output import Progress, whole_folder
 from trimegatron.convert.source import MASTER, MODEL, MOMENTS, LocalParameter, Source, parameters_of
 from trimegatron.convert.to_ours import check_same
 from trimegatron.convert.torch_file import save_torch_file
 from trimegatron.mesh import Axis
+from trimegatron.tensor_parallel.embedding import padded_vocab_size
 
 VERSION = 3.0
 PythonPickler: Any = pickle._Pickler
@@ -58,11 +60,13 @@ def write_megatron(source: Source, root: Path, *, tp: int, pp: int, verify: bool
         ConfigError: the model cannot be cut so, or ``root`` holds something already.
     """
     check_cut(source.config, tp, pp)
-    progress = source.state.progress
+    iteration = source.state.progress.iteration
+    if iteration == 0:  # which Megatron-LM knows as a release only, and that without an optimizer
+        source = source.without_optimizer()
     kinds = [kind for kind in (MODEL, *MOMENTS, MASTER) if kind in source.tensors]
     total = sum(tensor.num_bytes for kind in kinds for tensor in source.tensors[kind].values())
     with whole_folder(root, "--save") as temporary:
-        folder = checkpoint_folder(temporary, progress.iteration)
+        folder = checkpoint_folder(temporary, iteration) if iteration else temporary / RELEASE
         bar = Progress(total, "writing")
         for p in range(pp):
             for t in range(tp):
@@ -73,7 +77,7 @@ def write_megatron(source: Source, root: Path, *, tp: int, pp: int, verify: bool
                 bar.count(path.stat().st_size)
         bar.close()
         source.tokenizer.save(folder / TOKENIZER)
-        (temporary / TRACKER).write_text(str(progress.iteration))
+        (temporary / TRACKER).write_text(str(iteration) if iteration else RELEASE)
         if not verify:
             return None
         written = read_megatron(temporary, mask_padded_vocab=source.config.model.mask_padded_vocab)
@@ -90,6 +94,16 @@ def check_cut(config: Config, tp: int, pp: int) -> None:
         for what, value in values.items():
             if value % size:
                 fail(name, size, f"must divide the model's {what} ({value})", way_out="Give another size.")
+    words = model.vocab_size
+    assert words is not None
+    padded = padded_vocab_size(words, model.make_vocab_size_divisible_by, tp)
+    if not model.mask_padded_vocab and padded != words:
+        fail(
+            "target_tensor_parallel_size",
+            tp,
+            f"would pad the vocabulary from {words} to {padded} words, all of which take probability",
+            way_out="Give a smaller size.",
+        )
 
 
 def save(content: dict[str, Any], path: Path) -> None:

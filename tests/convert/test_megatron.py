@@ -379,6 +379,10 @@ def test_layouts_that_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture):
         write_megatron(source, tmp_path / "m", tp=3, pp=1)
     with pytest.raises(ConfigError, match=r"--target-pipeline-parallel-size \(4\) must divide the model's layers"):
         write_megatron(source, tmp_path / "m", tp=1, pp=4)
+    words = random_source(with_optimizer=False, vocab_size=1008, mask_padded_vocab=False)
+    with pytest.raises(ConfigError, match="would pad the vocabulary from 1008 to 1024 words"):
+        write_megatron(words, tmp_path / "m", tp=4, pp=1)
+    assert not (tmp_path / "m").exists()
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "precious").touch()
     with pytest.raises(ConfigError, match=r"--save .* must not exist yet, or be empty"):
