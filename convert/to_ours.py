@@ -40,7 +40,9 @@ def write_checkpoint(
         CheckpointError: the source mixes precisions, or what was written differs from it.
         ConfigError: ``root`` holds something already.
     """
-    assert source.dtype == getattr(torch, source.config.precision.params_dtype)
+    said = getattr(torch, source.config.precision.params_dtype)
+    if source.dtype != said:
+        raise CheckpointError(f"{source.where} holds {source.dtype} weights where its configuration says {said}")
     tensors = {f"{kind}.{name}": tensor for kind, named in source.tensors.items() for name, tensor in named.items()}
     with whole_folder(root, "--save") as temporary_root:
         iteration = source.state.progress.iteration

@@ -308,6 +308,10 @@ def change_one(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None
         ),
         (change_one(lambda content: content.update(evil=eval)), "asks for .*eval"),
         (change_one(lambda content: content.update(args={})), "holds no args"),
+        (
+            lambda root: rewrite(root, lambda content: setattr(content["args"], "bf16", True)),
+            r"holds torch\.float32 weights where its configuration says torch\.bfloat16",
+        ),
         (change_one(lambda content: content.pop("model")), "holds no model"),
         (change_one(lambda content: setattr(content["args"], "swiglu", True)), None),
         (lambda root: rewrite(root, lambda c: setattr(c["args"], "swiglu", True)), "swiglu is True, not False"),
