@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -54,8 +55,9 @@ def write_checkpoint(
             where = {name: {"saved_offsets": [0] * len(tensor.shape)} for name, tensor in shard.items()}
             metadata = {"format": "pt", SHARDING_KEY: json.dumps(where)}
             path = temporary / f"shard-{number:05d}.safetensors"
-            sha256 = write_safetensors(path, shard, metadata, progress.count)
-            entries[path.name] = {"bytes": path.stat().st_size, "sha256": sha256}
+            digest = hashlib.sha256()
+            write_safetensors(path, shard, metadata, progress.count, digest=digest)
+            entries[path.name] = {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
         progress.close()
         source.state.write(temporary)
         source.tokenizer.save(temporary / TOKENIZER)
