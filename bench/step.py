@@ -17,6 +17,7 @@ import torch
 from trimegatron.config.flags import parse
 from trimegatron.config.options import Options, option
 from trimegatron.convert.gpt2 import to_gpt2
+from trimegatron.convert.lazy import in_memory
 from trimegatron.data_parallel.buffer import ParameterBuffer
 from trimegatron.errors import UserError
 from trimegatron.model.gpt import GPTStage
@@ -116,11 +117,11 @@ def transformers_step(
         )
     )
     weights = to_gpt2(
-        ((name, parameter.detach().clone()) for name, parameter in model.named_parameters()),
+        {name: in_memory(parameter.detach()) for name, parameter in model.named_parameters()},
         num_layers=spec.num_layers,
         num_attention_heads=spec.num_attention_heads,
     )
-    theirs.load_state_dict(dict(weights), strict=False)
+    theirs.load_state_dict({name: tensor.load() for name, tensor in weights.items()}, strict=False)
     theirs.tie_weights()
     theirs.train()
     decayed = [parameter for parameter in theirs.parameters() if parameter.dim() >= 2]

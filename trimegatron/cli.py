@@ -15,7 +15,7 @@ COMMANDS = {
     "data": ("trimegatron.preprocess.data_cli", "merge and check sets of tokens, print documents back as text"),
     "train": ("trimegatron.launch", "train, in one process or several"),
     "generate": ("trimegatron.generate", "text from a training checkpoint"),
-    "convert": ("trimegatron.convert.cli", "a checkpoint to a Hugging Face model, with proof"),
+    "convert": ("trimegatron.convert.cli", "checkpoints to and from Hugging Face and Megatron-LM, with proof"),
     "bench": ("trimegatron.bench.cli", "comparisons with other software, on this machine"),
 }
 """Name → (module, what it does)."""

@@ -55,22 +55,13 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def load_model(
-    folder: Path, *, device: torch.device, dtype: torch.dtype | None = None, rounded_to: torch.dtype | None = None
-) -> GPTStage:
-    """The whole model of a checkpoint, unsplit, in evaluation mode.
-
-    Args:
-        dtype: what it computes in; the run's own without it.
-        rounded_to: round the weights to this first, as a conversion to it would.
-    """
+def load_model(folder: Path, *, device: torch.device) -> GPTStage:
+    """The whole model of a checkpoint, unsplit, in the run's precision and in evaluation mode."""
     config = saved_config(folder)
-    model = GPTStage(model_spec(config, tensor=Axis(), device=device, dtype=dtype), range(config.model.num_layers))
+    model = GPTStage(model_spec(config, tensor=Axis(), device=device), range(config.model.num_layers))
     buffer = ParameterBuffer(model.named_parameters(), grad_dtype=next(model.parameters()).dtype)
     buffer.params.zero_()
     load_pieces(folder, model_pieces(buffer), group=None)
-    if rounded_to is not None:
-        buffer.params.copy_(buffer.params.to(rounded_to))
     return model.eval()
 
 

@@ -10,6 +10,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from trimegatron.convert.gpt2 import to_gpt2
+from trimegatron.convert.lazy import in_memory
 from trimegatron.model.gpt import GPTStage
 from trimegatron.model.init import ROWS_PER_BLOCK, initialize, normal_rows
 from trimegatron.model.spec import GPTSpec
@@ -70,7 +71,8 @@ def test_gradients_equal_transformers():
 
     def as_gpt2(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         values["embedding.word_embeddings.weight"] = values["embedding.word_embeddings.weight"][: SPEC.vocab_size]
-        return dict(to_gpt2(values.items(), **settings))
+        tensors = to_gpt2({name: in_memory(value) for name, value in values.items()}, **settings)
+        return {name: tensor.load() for name, tensor in tensors.items()}
 
     theirs = GPT2LMHeadModel(
         GPT2Config(

@@ -77,6 +77,12 @@ class DataRecord:
                 f"the checkpoint's data order follows --megatron-compat {theirs}, this command's {mine}. Give "
                 f"--megatron-compat {theirs} to read on, or --finetune to start anew from the weights"
             )
+        if "train" not in saved:
+            self.first_sample = consumed_samples
+            return [
+                f"the checkpoint does not say what its {consumed_samples} samples were: another program read them. "
+                "Those from that number on are of this command's data"
+            ]
         changed = _differences(saved, {key: value for key, value in self.description.items() if key != "paths"})
         earlier = list(saved.get("before", []))
         if not changed:
