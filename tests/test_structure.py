@@ -30,7 +30,7 @@ LEVELS: list[set[str]] = [
     },
     {"preprocess", "data", "tensor_parallel", "data_parallel", "pipeline_parallel", "optim", "together"},
     {"model"},
-    {"metrics", "checkpoint", "divergence", "garbage", "determinism", "communication"},
+    {"metrics", "checkpoint", "divergence", "garbage", "determinism", "communication", "meta_device"},
     {"trainer", "description", "generate"},
     {"train", "dry_run", "launch", "convert", "bench", "demo", "cli", "__main__"},
 ]

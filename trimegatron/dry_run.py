@@ -14,13 +14,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from trimegatron.communication import CommunicationRecorder, Message
 from trimegatron.config import Config, ExplainedConfig
@@ -28,6 +25,7 @@ from trimegatron.data.build import Datasets
 from trimegatron.data.record import DataRecord
 from trimegatron.errors import ConfigError
 from trimegatron.mesh import Mesh, close_mesh, cut_mesh, launched_world_size
+from trimegatron.meta_device import FusedAttention, LiveBytes, ReadsAsOne
 from trimegatron.tensor_parallel.parameter import ParameterSpec
 from trimegatron.tokenizer import Tokenizer, build_tokenizer
 from trimegatron.train import build_trainer, with_vocab_size
@@ -46,7 +44,7 @@ class Walk:
     rank: int
     trainer: Trainer
     activation_bytes: int
-    """The most that is kept for backward passes at one time."""
+    """The most that lives at one time beside weights, main gradients and the optimizer's state."""
     messages: Counter[Message]
     """Of the step."""
 
@@ -97,8 +95,8 @@ def dry_run(command: ExplainedConfig) -> None:
     for rank in stage_ranks(config):
         print("\n".join(describe(walk(config, rank))), flush=True)
     print(
-        "memory is what the Triton kernels keep, without what lives within a step's operations (the gradients of "
-        "activations, work space); data, checkpoints and speed are not looked at"
+        "activations are the most that lives at one time beside the rest: kept for backward, being computed, receive "
+        "buffers; not what a kernel or a library holds within. Data, checkpoints and speed are not looked at"
     )
 
 
@@ -147,22 +145,29 @@ def walk(config: Config, rank: int, *, steps: int = 2) -> Walk:
             data = (Datasets(blank, None, None), DataRecord({}, blank))  # type: ignore[arg-type]
             trainer = build_trainer(config, mesh, tokenizer, None, _silent, data=data)
             trainer.model.train()
-            batches = trainer.loader(trainer.datasets.train, 0)
-            for _ in range(steps - 1):
-                trainer.train_step(batches)
-            kept = KeptForBackward(trainer.buffer.params)
-            with CommunicationRecorder(mesh) as recorder, kept, mock.patch.object(F, SDPA, fused_attention):
-                trainer.train_step(batches)
-            return Walk(rank, trainer, kept.peak, recorder.messages)
+            batches, optimizer = trainer.loader(trainer.datasets.train, 0), trainer.optimizer
+            state = (trainer.buffer.params, trainer.buffer.grads, optimizer.master)
+            with LiveBytes(*state, optimizer.exp_avg, optimizer.exp_avg_sq) as live, FusedAttention():
+                for _ in range(steps - 1):
+                    trainer.train_step(batches)
+                with CommunicationRecorder(mesh) as recorder:
+                    trainer.train_step(batches)
+            return Walk(rank, trainer, live.peak, recorder.messages)
     except (RuntimeError, ValueError, AssertionError, NotImplementedError) as error:
         raise ConfigError(f"--dry-run: rank {rank} cannot step: {type(error).__name__}: {error}") from error
 
 
 def without_files(config: Config) -> Config:
     """The same run, but nothing of it is read or written, all happens in this process, and what is kept for backward
-    is what the kernels keep, also where a CPU or --kernels reference is asked for: the references look at values."""
+    is what the kernels keep, also where a CPU or --kernels reference is asked for: the references look at values.
+
+    Every step is one of the full global batch: a ramp's first ones keep and send less."""
+    training: dict[str, Any] = {}
+    if config.training.rampup_batch_size is not None:
+        training = {"rampup_batch_size": None, "train_iters": None}  # the latter follows from the samples
     return dataclasses.replace(
         config,
+        training=dataclasses.replace(config.training, **training),
         model=dataclasses.replace(config.model, kernels="auto"),
         data=dataclasses.replace(config.data, num_workers=0),
         checkpoint=dataclasses.replace(config.checkpoint, save=None, load=None),
@@ -195,36 +200,6 @@ def fake_mesh(config: Config, rank: int) -> Iterator[Mesh]:
         close_mesh()
 
 
-SDPA = "scaled_dot_product_attention"
-
-
-def fused_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-) -> torch.Tensor:
-    """torch's attention as a GPU runs it, which keeps no squares; on the meta device torch would choose the form of
-    plain matrix products."""
-    return torch.ops.aten._scaled_dot_product_efficient_attention(
-        query, key, value, attn_mask, True, 0.0, is_causal, scale=scale
-    )[0]
-
-
-class ReadsAsOne(TorchDispatchMode):
-    """While entered, who reads a value from the meta device, where there are none, reads 1."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        aten, kwargs = torch.ops.aten, kwargs or {}
-        if func is aten._local_scalar_dense.default and args[0].is_meta:
-            return 1.0 if args[0].is_floating_point() else 1
-        if func is aten._to_copy.default and args[0].is_meta and str(kwargs.get("device")) == "cpu":
-            return torch.ones(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
-        return func(*args, **kwargs)
-
-
 class Blank:
     """A training set without end, all of one token."""
 
@@ -240,44 +215,6 @@ class Blank:
         return self.sample
 
 
-class KeptForBackward(torch.autograd.graph.saved_tensors_hooks):
-    """While entered, counts the bytes that autograd keeps for backward passes, each storage once; not of ``weights``,
-    nor of what lies in the host's memory."""
-
-    def __init__(self, weights: torch.Tensor):
-        self.weights = weights.untyped_storage()._cdata
-        self.users: Counter[int] = Counter()
-        self.now = self.peak = 0
-        super().__init__(self._keep, lambda kept: kept.tensor)
-
-    def _keep(self, tensor: torch.Tensor) -> _Kept:
-        storage = tensor.untyped_storage()
-        is_counted = storage._cdata != self.weights and tensor.is_meta
-        if is_counted:
-            self.users[storage._cdata] += 1
-            if self.users[storage._cdata] == 1:
-                self.now += storage.nbytes()
-                self.peak = max(self.peak, self.now)
-        return _Kept(tensor, self if is_counted else None)
-
-    def release(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        self.users[storage._cdata] -= 1
-        if self.users[storage._cdata] == 0:
-            self.now -= storage.nbytes()
-
-
-class _Kept:
-    """A tensor that the graph holds; it goes with the graph."""
-
-    def __init__(self, tensor: torch.Tensor, counter: KeptForBackward | None):
-        self.tensor, self.counter = tensor, counter
-
-    def __del__(self) -> None:
-        if self.counter is not None:
-            self.counter.release(self.tensor)
-
-
 def describe(walk: Walk) -> list[str]:
     """One rank's sizes and messages, a line each."""
     mesh, buffer = walk.mesh, walk.trainer.buffer
@@ -287,7 +224,7 @@ def describe(walk: Walk) -> list[str]:
         f"rank {walk.rank} (pipeline {mesh.pipeline.rank}, data {mesh.data.rank}, tensor {mesh.tensor.rank}): layers "
         f"{show_ranges(walk.layers)}, {walk.num_parameters:,} parameters",
         f"  memory {gib(total)}: weights {gib(weights)}, gradients {gib(gradients)}, "
-        f"optimizer {gib(walk.optimizer_bytes)}, kept for backward {gib(walk.activation_bytes)} at most",
+        f"optimizer {gib(walk.optimizer_bytes)}, activations {gib(walk.activation_bytes)} at most",
     ]
     counts: Counter[tuple[str, str]] = Counter()
     sizes: Counter[tuple[str, str]] = Counter()
