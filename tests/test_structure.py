@@ -18,6 +18,7 @@ LEVELS: list[set[str]] = [
     {"kernels", "config", "errors", "files", "data.index_format", "data.legacy_format", "data.metadata"},
     {
         "mesh",
+        "collectives",
         "tokenizer",
         "byte_level",
         "long_text",

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.parallel import run_ranks
+from trimegatron.collectives import start_all_gather, start_reduce_scatter
 from trimegatron.data_parallel import buffer as module
 from trimegatron.data_parallel.buffer import ParameterBuffer
-from trimegatron.data_parallel.collectives import start_all_gather, start_reduce_scatter
 from trimegatron.mesh import Axis, Mesh, close_mesh, init_mesh
 from trimegatron.model.build import wait_for_parameters
 from trimegatron.model.gpt import GPTStage

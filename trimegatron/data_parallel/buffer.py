@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from trimegatron.data_parallel.collectives import start_all_gather, start_reduce_scatter
+from trimegatron.collectives import start_all_gather, start_reduce_scatter
 from trimegatron.data_parallel.layout import BUCKET_SIZE, Bucket, ParameterSlice, Shard, lay_out
 from trimegatron.mesh import Mesh
 from trimegatron.tensor_parallel.parameter import ParameterSpec

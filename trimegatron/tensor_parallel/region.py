@@ -24,6 +24,8 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from trimegatron.collectives import start_all_gather, start_reduce_scatter
+
 
 class Pending(NamedTuple):
     """A tensor that a collective may still be writing to: nobody reads it before ``wait``."""
@@ -49,7 +51,7 @@ class Region:
         if self.group is None or not self.sequence_parallel:
             return Pending(x)
         whole = x.new_empty((x.shape[0] * self.group.size(), *x.shape[1:]))
-        return Pending(whole, _all_gather(whole, x.contiguous(), group=self.group, async_op=True))
+        return Pending(whole, start_all_gather(whole, x.contiguous(), self.group))
 
     def leave(self, x: torch.Tensor) -> Pending:
         """Start to add up the ranks' [s, …]: into ``x`` itself, or with sequence parallelism into a new [s/t, …]."""
@@ -58,7 +60,7 @@ class Region:
         if not self.sequence_parallel:
             return Pending(x, dist.all_reduce(x, group=self.group, async_op=True))
         piece = x.new_empty((x.shape[0] // self.group.size(), *x.shape[1:]))
-        return Pending(piece, _reduce_scatter(piece, x.contiguous(), group=self.group, async_op=True))
+        return Pending(piece, start_reduce_scatter(x.contiguous(), piece, self.group))
 
 
 class LeaveRegion(torch.autograd.Function):
@@ -76,12 +78,3 @@ class LeaveRegion(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
         return ctx.region.enter(dy).wait(), None
-
-
-# Since 2.13 torch has new names for these two, and warns of the old ones.
-def _all_gather(*args: Any, **kwargs: Any) -> Any:
-    return getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(*args, **kwargs)
-
-
-def _reduce_scatter(*args: Any, **kwargs: Any) -> Any:
-    return getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)(*args, **kwargs)
