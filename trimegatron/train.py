@@ -28,6 +28,7 @@ from trimegatron.errors import ConfigError, UserError
 from trimegatron.mesh import Mesh, close_mesh, init_mesh, launched_world_size, select_device
 from trimegatron.metrics import Interval, MetricsWriter
 from trimegatron.model.build import build_model, model_spec, wait_for_parameters
+from trimegatron.model.gpt import GPTChunks
 from trimegatron.optim.adamw import FlatAdamW
 from trimegatron.optim.scaler import DynamicLossScaler, LossScaler
 from trimegatron.pipeline_parallel.engine import Engine
@@ -133,18 +134,7 @@ def build_trainer(
         mesh, lambda: build_datasets(config, mesh.data.size, say), what="preparing the data", say=say
     )
     model = build_model(config, mesh)
-    fp32_grads = config.precision.accumulate_allreduce_grads_in_fp32 or config.precision.params_dtype == "float32"
-    buffer = ParameterBuffer(
-        model.named_parameters(),
-        grad_dtype=torch.float32 if fp32_grads else getattr(torch, config.precision.params_dtype),
-        mesh=mesh,
-        bucket_size=config.parallel.ddp_bucket_size,
-        shard_optimizer=config.parallel.use_distributed_optimizer,
-        overlap_grad_reduce=config.parallel.overlap_grad_reduce,
-        overlap_param_gather=config.parallel.overlap_param_gather,
-    )
-    if config.parallel.overlap_param_gather:
-        wait_for_parameters(model, buffer)
+    buffer = build_buffer(config, model, mesh)
     optimizer = FlatAdamW(
         buffer,
         beta1=config.optimizer.adam_beta1,
@@ -195,6 +185,24 @@ def build_trainer(
     if checkpoint is not None and progress.iteration > 0 and is_save_folder(config, checkpoint.parent):
         trainer.saved_at = progress.iteration
     return trainer
+
+
+def build_buffer(config: Config, model: GPTChunks, mesh: Mesh) -> ParameterBuffer:
+    """The flat buffers that ``model``'s parameters and their main gradients move into."""
+    precision, parallel = config.precision, config.parallel
+    fp32_grads = precision.accumulate_allreduce_grads_in_fp32 or precision.params_dtype == "float32"
+    buffer = ParameterBuffer(
+        model.named_parameters(),
+        grad_dtype=torch.float32 if fp32_grads else getattr(torch, precision.params_dtype),
+        mesh=mesh,
+        bucket_size=parallel.ddp_bucket_size,
+        shard_optimizer=parallel.use_distributed_optimizer,
+        overlap_grad_reduce=parallel.overlap_grad_reduce,
+        overlap_param_gather=parallel.overlap_param_gather,
+    )
+    if parallel.overlap_param_gather:
+        wait_for_parameters(model, buffer)
+    return buffer
 
 
 def with_vocab_size(config: Config, tokenizer: Tokenizer) -> Config:

@@ -20,7 +20,7 @@ from trimegatron.data_parallel import buffer as module
 from trimegatron.data_parallel.buffer import ParameterBuffer
 from trimegatron.mesh import Axis, Mesh, close_mesh, init_mesh
 from trimegatron.model.build import wait_for_parameters
-from trimegatron.model.gpt import GPTStage
+from trimegatron.model.gpt import GPTChunks, GPTStage
 from trimegatron.model.init import initialize
 from trimegatron.model.spec import GPTSpec
 from trimegatron.optim.adamw import FlatAdamW
@@ -202,7 +202,7 @@ def gathering_overlaps() -> list[str]:
             log.append(f"gather {names[flat.storage_offset()]}")
             return Logged(names[flat.storage_offset()], start_all_gather(flat, shard, group))
 
-        wait_for_parameters(model, buffer)
+        wait_for_parameters(GPTChunks([model]), buffer)
         for layer, part in model.layers.items():
             part.register_forward_hook(lambda *_, layer=layer: log.append(f"layer {layer}"))
         optimizer = FlatAdamW(buffer, beta1=0.9, beta2=0.95, epsilon=1e-8, kernels="auto")
