@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -115,3 +118,12 @@ def test_optimizer_equals_torchs(dtype: torch.dtype):
     for piece, copy in zip(buffer.slices, copies, strict=True):
         torch.testing.assert_close(piece.view(optimizer.master), copy.detach(), atol=2e-6, rtol=1e-5)
         assert torch.equal(piece.parameter, piece.view(optimizer.master).to(dtype))
+
+
+def test_a_buffer_goes_with_its_model():
+    """Nothing that autograd holds keeps it, nor the process groups in it, which others wait on after a failure."""
+    model, buffer = build()
+    watched = weakref.ref(buffer)
+    del model, buffer
+    gc.collect()
+    assert watched() is None

@@ -114,8 +114,8 @@ def failing(flags: list[str], kind: str, failing_rank: int) -> list[Any]:
     if kind == "data":
         take = Trainer.take
 
-        def taken(self: Trainer, batches: Any) -> Any:
-            for batch in take(self, batches):
+        def taken(self: Trainer, batches: Any, num_micro_batches: int) -> Any:
+            for batch in take(self, batches, num_micro_batches):
                 fail_at_fifth(self.mesh.world.rank, DataError("the data is broken"))
                 yield batch
 
@@ -133,13 +133,17 @@ def failing(flags: list[str], kind: str, failing_rank: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("rank", [0, 3])
-def test_one_ranks_error_ends_all_with_one_message(rank: int, corpus: Path, capfd: pytest.CaptureFixture[str]):
+@pytest.mark.parametrize("is_interleaved", [False, True])
+def test_one_ranks_error_ends_all_with_one_message(
+    is_interleaved: bool, rank: int, corpus: Path, capfd: pytest.CaptureFixture[str]
+):
     """It alone meets the error: rank 3, the last stage of the second replica, or rank 0, which holds the store."""
-    results = run_ranks(4, failing, tiny_flags(corpus, **PP2), "data", rank)
+    chunks = {"num_layers": 4, "num_layers_per_virtual_pipeline_stage": 1} if is_interleaved else {}
+    results = run_ranks(4, failing, tiny_flags(corpus, **PP2, **chunks), "data", rank)
     assert [code for code, _ in results] == [3] * 4
     assert all(seconds < 20 for _, seconds in results)
     error = capfd.readouterr().err
-    assert error.count("the data is broken") == 1 and "Traceback" not in error
+    assert error.count("the data is broken") == 1 and "Traceback" not in error and "Schedule" not in error
 
 
 @pytest.mark.parametrize("stage", [0, 1])

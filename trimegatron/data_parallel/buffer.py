@@ -6,6 +6,7 @@ where.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -88,12 +89,17 @@ class ParameterBuffer:
         if is_in_place:
             parameter.grad = main_grad
 
+        # Python's garbage collection does not see what a hook holds: with the buffer in it, the process groups would
+        # outlive a failed run, and the other ranks wait for this one.
+        count = weakref.WeakMethod(self._count)
+
         def accumulated(p: torch.Tensor) -> None:
             if not is_in_place:
                 assert p.grad is not None
                 main_grad.add_(p.grad)
                 p.grad = None
-            self._count(index)
+            if (count_one := count()) is not None:
+                count_one(index)
 
         parameter.register_post_accumulate_grad_hook(accumulated)
 

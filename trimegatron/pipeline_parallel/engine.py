@@ -8,6 +8,7 @@ Legend: p pipeline ranks, v stages on each of them, m micro-batches of a step. S
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from typing import Any
 
@@ -116,6 +117,8 @@ class _Pipeline:
     def __init__(self, engine: Engine, num_micro_batches: int, has_backward: bool):
         from torch.distributed.pipelining import PipelineStage  # only where there is a pipeline
 
+        # Where one rank failed, the library would log its whole schedule on each other; the error is raised anyway.
+        logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
         self.shape = (num_micro_batches, has_backward)
         self.backward_scale: float | None = None
         num_stages = engine.pipeline.size * len(engine.chunks)
