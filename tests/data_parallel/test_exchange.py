@@ -187,7 +187,7 @@ def gathering_overlaps() -> list[str]:
         names = {}
         for bucket in buffer.buckets:
             layers = sorted({p.name.split(".")[1] for p in bucket.slices if p.name.startswith("layers.")})
-            names[bucket.start] = "layers " + " ".join(layers) if layers else "table"
+            names[bucket.start] = "layers " + " ".join(layers)
 
         @dataclasses.dataclass
         class Logged:
@@ -222,11 +222,11 @@ def gathering_overlaps() -> list[str]:
 
 
 def test_a_layer_waits_for_its_own_parameters_only():
-    """Layer 0 shares a bucket with the positions, which the stage itself needs; layers share buckets at their ends."""
+    """Layer 0 shares a bucket with the tables, which the stage itself needs; layers share buckets at their ends."""
     for log in run_ranks(2, gathering_overlaps):
         assert log == [
-            "gather table", "gather layers 0", "gather layers 0 1", "gather layers 1 2", "gather layers 2",
-            "wait for layers 0", "wait for table",
+            "gather layers 0", "gather layers 0 1", "gather layers 1 2", "gather layers 2",
+            "wait for layers 0",
             "wait for layers 0 1", "layer 0",
             "wait for layers 1 2", "layer 1",
             "wait for layers 2", "layer 2",
