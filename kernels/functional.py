@@ -14,6 +14,7 @@ tensors' device; None where nothing is dropped), site, layer, and global positio
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ __all__ = [
     "attention_dropout",
     "bias_dropout_add",
     "bias_gelu",
+    "cross_entropy",
     "layer_norm",
     "scaled_causal_softmax",
     "scaled_masked_softmax",
@@ -193,6 +195,66 @@ def attention_dropout(
         probabilities, p=p, seed=seed, sample_numbers=sample_numbers, layer=layer, head_offset=head_offset,
         position_offset=position_offset,
     )  # fmt: skip
+
+
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    num_valid: int | None = None,
+    label_smoothing: float = 0.0,
+    ignore_index: int = -100,
+    upstream: Tensor | None = None,
+    in_place: bool = False,
+    vocab_start: int = 0,
+    vocab_size: int | None = None,
+    combine: Callable[[Tensor], Tensor] | None = None,
+    impl: str = "auto",
+) -> Tensor:
+    """log Σ exp(logits) - logits[target] of each token, over the words of a vocabulary that may be cut by columns.
+
+    With ``label_smoothing`` ε a target has the probability 1 - ε and each of the V - 1 other words ε / (V - 1), as in
+    Megatron-LM (PyTorch's ε is this one times (V - 1) / V). A target that is no word has an infinite loss.
+
+    Args:
+        logits: [..., v], this rank's columns.
+        target: [...] int64, global ids; those equal to ``ignore_index`` have zero loss and gradient.
+        num_valid: the columns from this one on are padding: no probability, zero gradient. None: there are none.
+        upstream: [...] fp32, the gradient the loss is going to receive, where it is known. The kernel then makes the
+            gradient together with the loss and reads the logits from memory once; rows that receive another gradient
+            are made again. A hint: it changes no result. One backward pass only.
+        in_place: backward may write the gradient into the logits, which nothing else may need. One pass only.
+        vocab_start: the global id of column 0.
+        vocab_size: V over all ranks, for label smoothing; None: ``num_valid``.
+        combine: makes the statistics [3, or 4 with label smoothing, ...] of all columns from those of this rank's; see
+            ``reference.cross_entropy_statistics``. None: this rank holds them all.
+    Returns:
+        fp32 [...]. The gradient has the logits' dtype.
+    """
+    columns = logits.shape[-1]
+    num_valid = columns if num_valid is None else num_valid
+    vocab_size = num_valid if vocab_size is None else vocab_size
+    _check(
+        target.dtype == torch.int64 and target.shape == logits.shape[:-1],
+        f"target ({target.dtype}, {list(target.shape)}) must be int64 of the logits' leading shape; got logits "
+        f"{list(logits.shape)}.",
+    )
+    _check(0 <= num_valid <= columns, f"num_valid ({num_valid}) must be within the {columns} columns of the logits.")
+    _check(
+        0.0 <= label_smoothing < 1.0 and (label_smoothing == 0.0 or vocab_size > 1),
+        f"label_smoothing ({label_smoothing}) must be in [0, 1), and 0 for a vocabulary of one word ({vocab_size}).",
+    )
+    if upstream is not None:
+        _check(
+            upstream.dtype == torch.float32 and upstream.shape == target.shape and not in_place,
+            f"upstream ({upstream.dtype}, {list(upstream.shape)}) must be fp32 of the target's shape "
+            f"{list(target.shape)}, and not given with in_place: a row that receives another gradient needs the logits.",
+        )
+    floor = label_smoothing / (vocab_size - 1) if label_smoothing else 0.0
+    words = (vocab_start, num_valid, ignore_index, 1.0 - label_smoothing - floor, floor)
+    if not (torch.is_grad_enabled() and logits.requires_grad):
+        upstream = None
+    return ops.CrossEntropy.apply(logits, target, upstream, words, combine, in_place, uses_triton(impl, logits))
 
 
 def adamw_step_(

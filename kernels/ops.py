@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from trimegatron.kernels import reference
+
 # A fragment, so that kernels in other files can add to the namespace. It lives as long as the operators.
 _library = torch.library.Library("trimegatron", "FRAGMENT")
 
@@ -116,6 +118,42 @@ define_op(
     "sum_of_squares(Tensor grad) -> Tensor",
     "adamw",
     lambda grad: grad.new_empty((), dtype=torch.float32),
+)
+_CROSS_ENTROPY_WORDS = "int vocab_start, int num_valid, int ignore_index, float confidence, float floor"
+define_op(
+    "cross_entropy_statistics(Tensor logits, Tensor target, int vocab_start, int num_valid, bool smoothed) -> Tensor",
+    "cross_entropy",
+    lambda logits, target, vocab_start, num_valid, smoothed: logits.new_empty(
+        3 + smoothed, *target.shape, dtype=torch.float32
+    ),
+)
+define_op(
+    "cross_entropy_forward(Tensor logits, Tensor target, Tensor? upstream, int num_valid, int ignore_index,"
+    " float confidence, float floor) -> (Tensor, Tensor, Tensor)",
+    "cross_entropy",
+    lambda logits, target, upstream, *words: (
+        logits.new_empty(target.shape, dtype=torch.float32),
+        logits.new_empty(target.shape, dtype=torch.float32),
+        logits.new_empty(0) if upstream is None else _like(logits),
+    ),
+)
+define_op(
+    "cross_entropy_backward(Tensor logits, Tensor target, Tensor log_sum_exp, Tensor dloss,"
+    f" {_CROSS_ENTROPY_WORDS}) -> Tensor",
+    "cross_entropy",
+    lambda logits, *rest: _like(logits),
+)
+define_op(
+    "cross_entropy_backward_(Tensor(a!) logits, Tensor target, Tensor log_sum_exp, Tensor dloss,"
+    f" {_CROSS_ENTROPY_WORDS}) -> ()",
+    "cross_entropy",
+    lambda *args: None,
+)
+define_op(
+    "cross_entropy_mend_(Tensor(a!) dlogits, Tensor logits, Tensor target, Tensor log_sum_exp, Tensor dloss,"
+    f" Tensor upstream, {_CROSS_ENTROPY_WORDS}) -> ()",
+    "cross_entropy",
+    lambda *args: None,
 )
 
 
@@ -224,3 +262,58 @@ class AttentionDropout(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         return torch.ops.trimegatron.attention_dropout(dy, *ctx.saved_tensors, ctx.p, *ctx.mask_of), None, None, None
+
+
+class CrossEntropy(torch.autograd.Function):
+    """One Function for kernels and reference, so that both keep nothing of the logits' size beside them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        target: Tensor,
+        upstream: Tensor | None,
+        words: tuple[int, int, int, float, float],  # vocab_start, num_valid, ignore_index, confidence, floor
+        combine: Callable[[Tensor], Tensor] | None,
+        in_place: bool,
+        triton: bool,
+    ) -> Tensor:
+        vocab_start, num_valid, ignore_index, confidence, floor = words
+        dlogits = logits.new_empty(0)
+        if triton and combine is None:
+            loss, log_sum_exp, dlogits = torch.ops.trimegatron.cross_entropy_forward(
+                logits, target, upstream, num_valid, ignore_index, confidence, floor
+            )
+        else:
+            count = torch.ops.trimegatron.cross_entropy_statistics if triton else reference.cross_entropy_statistics
+            statistics = count(logits, target, vocab_start, num_valid, floor != 0.0)
+            if combine is not None:
+                statistics = combine(statistics)
+            maximum, sum_exp, target_logit = statistics[:3]
+            log_sum_exp = sum_exp.log() + maximum
+            loss = log_sum_exp - (target_logit if confidence == 1.0 else target_logit * confidence)
+            if floor != 0.0:
+                loss -= statistics[3] * floor
+            loss.masked_fill_(target == ignore_index, 0.0)
+        ctx.save_for_backward(logits, target, log_sum_exp, upstream, dlogits)
+        ctx.words, ctx.in_place, ctx.triton = words, in_place, triton
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+        logits, target, log_sum_exp, upstream, dlogits = ctx.saved_tensors
+        arguments = (logits, target, log_sum_exp, dloss)
+        if dlogits.numel():
+            torch.ops.trimegatron.cross_entropy_mend_(dlogits, *arguments, upstream, *ctx.words)
+            written = dlogits
+        elif ctx.in_place and logits.is_contiguous():
+            run = torch.ops.trimegatron.cross_entropy_backward_ if ctx.triton else reference.cross_entropy_backward_
+            run(*arguments, *ctx.words)
+            written = logits
+        else:
+            run = torch.ops.trimegatron.cross_entropy_backward if ctx.triton else reference.cross_entropy_backward
+            return run(*arguments, *ctx.words), None, None, None, None, None, None
+        if not torch.compiler.is_compiling():  # whoever else saved this tensor, or runs this backward again, is told
+            torch.autograd.graph.increment_version(written)
+        return written, None, None, None, None, None, None

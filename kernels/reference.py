@@ -105,6 +105,93 @@ def attention_dropout(
 
 
 @torch.no_grad()
+def cross_entropy_statistics(
+    logits: Tensor, target: Tensor, vocab_start: int, num_valid: int, smoothed: bool
+) -> Tensor:
+    """[3, or 4 where smoothed, *target's shape] fp32 of logits [..., v] over the first ``num_valid`` columns: maximum,
+    Σ exp(logit - maximum), the logit of the target (-inf where it is none of them), Σ logit."""
+    statistics = torch.zeros(3 + smoothed, *target.shape, device=logits.device)
+    statistics[0] = statistics[2] = -math.inf
+    if num_valid == 0:
+        return statistics
+    valid = logits[..., :num_valid].float()
+    local = target - vocab_start
+    elsewhere = (local < 0) | (local >= num_valid)
+    at_target = valid.gather(-1, local.masked_fill(elsewhere, 0).unsqueeze(-1)).squeeze(-1)
+    statistics[2] = at_target.masked_fill_(elsewhere, -math.inf)
+    if smoothed:
+        statistics[3] = valid.sum(dim=-1)
+    statistics[0] = maximum = valid.amax(dim=-1)
+    level = maximum.masked_fill(maximum == -math.inf, 0.0)
+    statistics[1] = (valid - level.unsqueeze(-1)).exp_().sum(dim=-1)
+    return statistics
+
+
+def _cross_entropy_gradient_(
+    shifted: Tensor,
+    target: Tensor,
+    dloss: Tensor,
+    vocab_start: int,
+    ignore_index: int,
+    confidence: float,
+    floor: float,
+) -> Tensor:
+    """(exp(shifted) - floor - confidence · [column = target]) · dloss in the place of shifted, fp32 [..., num_valid]."""
+    probability = shifted.exp_()
+    if floor != 0.0:
+        probability.sub_(floor)
+    if probability.shape[-1]:
+        local = (target - vocab_start).unsqueeze(-1)
+        here = (local >= 0) & (local < probability.shape[-1])
+        # The one-hot is subtracted in fp32, before the single rounding to the logits' dtype.
+        probability.scatter_add_(-1, local.masked_fill(~here, 0), here.to(probability.dtype).mul_(-confidence))
+    probability.mul_(dloss.unsqueeze(-1))
+    ignored = target == ignore_index
+    if ignored.any():
+        probability[ignored] = 0.0
+    return probability
+
+
+@torch.no_grad()
+def cross_entropy_backward(
+    logits: Tensor,
+    target: Tensor,
+    log_sum_exp: Tensor,
+    dloss: Tensor,
+    vocab_start: int,
+    num_valid: int,
+    *words: float,  # ignore_index, confidence, floor
+) -> Tensor:
+    """dlogits like logits, zero from column ``num_valid`` on."""
+    shifted = logits[..., :num_valid].float() - log_sum_exp.unsqueeze(-1)
+    gradient = _cross_entropy_gradient_(shifted, target, dloss, vocab_start, *words)
+    if num_valid == logits.shape[-1]:
+        return gradient.to(logits.dtype)
+    dlogits = torch.zeros_like(logits)
+    dlogits[..., :num_valid] = gradient
+    return dlogits
+
+
+@torch.no_grad()
+def cross_entropy_backward_(
+    logits: Tensor,
+    target: Tensor,
+    log_sum_exp: Tensor,
+    dloss: Tensor,
+    vocab_start: int,
+    num_valid: int,
+    *words: float,
+) -> None:
+    """dlogits in the place of logits."""
+    valid = logits[..., :num_valid]
+    shifted = valid.float().sub_(log_sum_exp.unsqueeze(-1))  # fp32 logits themselves, else a copy
+    gradient = _cross_entropy_gradient_(shifted, target, dloss, vocab_start, *words)
+    if gradient.dtype != logits.dtype:
+        valid.copy_(gradient)
+    logits[..., num_valid:] = 0.0
+
+
+@torch.no_grad()
 def adamw_step_(
     param: Tensor,
     exp_avg: Tensor,

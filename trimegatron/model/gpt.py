@@ -34,6 +34,7 @@ class GPTStage(nn.Module):
         if is_last:
             self.final_layernorm = LayerNorm(spec)
         self.group = spec.tensor.group
+        self.kernels = spec.kernels
 
     def forward(
         self,
@@ -78,6 +79,8 @@ class GPTStage(nn.Module):
             vocab_start=words.vocab_start,
             num_valid=words.num_valid,
             group=self.group,
+            in_place=True,
+            kernels=self.kernels,
         )  # [s, b]
         if loss_mask is not None:
             loss = loss * loss_mask.transpose(0, 1)
