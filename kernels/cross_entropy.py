@@ -387,9 +387,7 @@ def _launch_gradient(
     )  # fmt: skip
 
 
-def cross_entropy_backward(
-    logits: Tensor, target: Tensor, log_sum_exp: Tensor, dloss: Tensor, *words: float
-) -> Tensor:
+def cross_entropy_backward(logits: Tensor, target: Tensor, log_sum_exp: Tensor, dloss: Tensor, *words: float) -> Tensor:
     """dlogits like logits; ``words`` are vocab_start, num_valid, ignore_index, confidence, floor."""
     logits = logits.contiguous()
     dlogits = torch.empty_like(logits)
@@ -397,9 +395,7 @@ def cross_entropy_backward(
     return dlogits
 
 
-def cross_entropy_backward_(
-    logits: Tensor, target: Tensor, log_sum_exp: Tensor, dloss: Tensor, *words: float
-) -> None:
+def cross_entropy_backward_(logits: Tensor, target: Tensor, log_sum_exp: Tensor, dloss: Tensor, *words: float) -> None:
     """dlogits in the place of logits, which are contiguous."""
     _launch_gradient(logits, target, log_sum_exp, dloss, None, logits, *words)
 

@@ -29,9 +29,12 @@ __all__ = [
     "Site",
     "adamw_scalars",
     "adamw_step_",
+    "add_layer_norm",
     "attention_dropout",
     "bias_dropout_add",
+    "bias_dropout_add_layer_norm",
     "bias_gelu",
+    "bias_gelu_backward_with_activation",
     "cross_entropy",
     "layer_norm",
     "scaled_causal_softmax",
@@ -81,19 +84,26 @@ def _check_dropout(x: Tensor, batch: int, sample_numbers: Tensor | None, seed: i
     return sample_numbers
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5, *, impl: str = "auto") -> Tensor:
+def _check_norm(x: Tensor, weight: Tensor, bias: Tensor) -> None:
+    _check_columns("weight", weight, x)
+    _check_columns("bias", bias, x)
+    _check(weight.dtype == bias.dtype, f"bias ({bias.dtype}) must have the weight's dtype ({weight.dtype}).")
+
+
+def layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5, zero_centred: bool = False, *, impl: str = "auto"
+) -> Tensor:
     """(x - mean) / sqrt(var + eps) · weight + bias over the last dimension, of any size.
 
     Args:
         x: [..., h].
         weight, bias: [h], of one dtype, which may differ from x's.
+        zero_centred: the factor is weight + 1, so that a weight of zeros leaves the normalised value as it is.
     """
-    _check_columns("weight", weight, x)
-    _check_columns("bias", bias, x)
-    _check(weight.dtype == bias.dtype, f"bias ({bias.dtype}) must have the weight's dtype ({weight.dtype}).")
+    _check_norm(x, weight, bias)
     if uses_triton(impl, x):
-        return ops.LayerNorm.apply(x, weight, bias, eps)
-    return reference.layer_norm(x, weight, bias, eps)
+        return ops.LayerNorm.apply(x, weight, bias, eps, zero_centred)
+    return reference.layer_norm(x, weight, bias, eps, zero_centred)
 
 
 def bias_gelu(x: Tensor, bias: Tensor, approximate: str = "tanh", *, impl: str = "auto") -> Tensor:
@@ -141,6 +151,80 @@ def bias_dropout_add(
         x, bias, residual, p=p, seed=seed, sample_numbers=sample_numbers, site=site, layer=layer,
         position_offset=position_offset,
     )  # fmt: skip
+
+
+def add_layer_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float = 1e-5,
+    zero_centred: bool = False,
+    *,
+    impl: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """(total, y): total = residual + x [..., h] in the residual's dtype, and its ``layer_norm`` in one pass."""
+    _check(residual.shape == x.shape, f"residual ({list(residual.shape)}) must have x's shape {list(x.shape)}.")
+    _check_norm(x, weight, bias)
+    if uses_triton(impl, x):
+        norm = (eps, zero_centred)
+        return ops.BiasDropoutAddLayerNorm.apply(x, None, residual, weight, bias, None, norm, 0.0, (0, 0, 0, 0))
+    total = (residual + x).to(residual.dtype)
+    return total, layer_norm(total, weight, bias, eps, zero_centred, impl="reference")
+
+
+def bias_dropout_add_layer_norm(
+    x: Tensor,
+    x_bias: Tensor | None,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float = 1e-5,
+    zero_centred: bool = False,
+    *,
+    p: float,
+    seed: int,
+    sample_numbers: Tensor | None,
+    site: int,
+    layer: int,
+    position_offset: int = 0,
+    training: bool = True,
+    impl: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """(total, y): total = ``bias_dropout_add`` of x [s, b, h], x_bias [h] and residual, and its ``layer_norm`` with
+    ``weight`` and ``bias``, in one pass; both in the residual's dtype."""
+    _check(x.dim() == 3, f"x ({list(x.shape)}) must be [sequence, batch, hidden].")
+    _check(residual.shape == x.shape, f"residual ({list(residual.shape)}) must have x's shape {list(x.shape)}.")
+    if x_bias is not None:
+        _check_columns("x_bias", x_bias, x)
+    _check_norm(x, weight, bias)
+    if training and philox.dropout_threshold(p):
+        sample_numbers = _check_dropout(x, x.shape[1], sample_numbers, seed)
+    else:
+        p, sample_numbers = 0.0, None
+    if uses_triton(impl, x):
+        mask_of = (seed, int(site), layer, position_offset)
+        return ops.BiasDropoutAddLayerNorm.apply(
+            x, x_bias, residual, weight, bias, sample_numbers, (eps, zero_centred), p, mask_of
+        )
+    total = bias_dropout_add(
+        x, x_bias, residual, p=p, seed=seed, sample_numbers=sample_numbers, site=site, layer=layer,
+        position_offset=position_offset, impl="reference",
+    )  # fmt: skip
+    return total, layer_norm(total, weight, bias, eps, zero_centred, impl="reference")
+
+
+def bias_gelu_backward_with_activation(
+    dy: Tensor, x: Tensor, bias: Tensor, approximate: str = "tanh", *, impl: str = "auto"
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dx, dbias, activation) of ``bias_gelu`` for the incoming gradient ``dy``: for a layer that does not keep its
+    activation and needs it next, for the gradient of the weight behind it. Records no gradient."""
+    _check_columns("bias", bias, x)
+    _check(dy.shape == x.shape, f"dy ({list(dy.shape)}) must have x's shape {list(x.shape)}.")
+    _check(approximate in ("tanh", "none"), f'approximate ("{approximate}") must be "tanh" or "none".')
+    if uses_triton(impl, x):
+        return torch.ops.trimegatron.bias_gelu_backward_with_activation(dy, x, bias, approximate)
+    return reference.bias_gelu_backward_with_activation(dy, x, bias, approximate)
 
 
 def scaled_causal_softmax(scores: Tensor, scale: float = 1.0, *, impl: str = "auto") -> Tensor:
@@ -248,7 +332,7 @@ def cross_entropy(
         _check(
             upstream.dtype == torch.float32 and upstream.shape == target.shape and not in_place,
             f"upstream ({upstream.dtype}, {list(upstream.shape)}) must be fp32 of the target's shape "
-            f"{list(target.shape)}, and not given with in_place: a row that receives another gradient needs the logits.",
+            f"{list(target.shape)}, and given without in_place: rows that receive another gradient need the logits.",
         )
     floor = label_smoothing / (vocab_size - 1) if label_smoothing else 0.0
     words = (vocab_start, num_valid, ignore_index, 1.0 - label_smoothing - floor, floor)

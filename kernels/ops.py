@@ -47,18 +47,20 @@ def _bias_dropout_add_backward_fake(dout: Tensor, bias: Tensor | None, sample_nu
 
 
 define_op(
-    "layer_norm_forward(Tensor x, Tensor weight, Tensor bias, float eps) -> (Tensor, Tensor, Tensor)",
+    "layer_norm_forward(Tensor x, Tensor weight, Tensor bias, float eps, bool zero_centred=False)"
+    " -> (Tensor, Tensor, Tensor)",
     "layer_norm",
-    lambda x, weight, bias, eps: (
+    lambda x, weight, bias, eps, zero_centred=False: (
         _like(x),
         x.new_empty(x.numel() // max(1, x.shape[-1]), dtype=torch.float32),
         x.new_empty(x.numel() // max(1, x.shape[-1]), dtype=torch.float32),
     ),
 )
 define_op(
-    "layer_norm_backward(Tensor dy, Tensor x, Tensor weight, Tensor mean, Tensor rstd) -> (Tensor, Tensor, Tensor)",
+    "layer_norm_backward(Tensor dy, Tensor x, Tensor weight, Tensor mean, Tensor rstd, bool zero_centred=False)"
+    " -> (Tensor, Tensor, Tensor)",
     "layer_norm",
-    lambda dy, x, weight, mean, rstd: (_like(x), _like(weight), _like(weight)),
+    lambda dy, x, weight, mean, rstd, zero_centred=False: (_like(x), _like(weight), _like(weight)),
 )
 define_op(
     "bias_gelu_forward(Tensor x, Tensor bias, str approximate) -> Tensor",
@@ -119,6 +121,36 @@ define_op(
     "adamw",
     lambda grad: grad.new_empty((), dtype=torch.float32),
 )
+define_op(
+    "bias_dropout_add_layer_norm_forward(Tensor x, Tensor? x_bias, Tensor residual, Tensor weight, Tensor bias,"
+    " Tensor? sample_numbers, float eps, bool zero_centred, float p, int seed, int site, int layer,"
+    " int position_offset) -> (Tensor, Tensor, Tensor, Tensor)",
+    "add_layer_norm",
+    lambda x, x_bias, residual, *rest: (
+        _like(residual),
+        _like(residual),
+        x.new_empty(x.numel() // max(1, x.shape[-1]), dtype=torch.float32),
+        x.new_empty(x.numel() // max(1, x.shape[-1]), dtype=torch.float32),
+    ),
+)
+define_op(
+    "bias_dropout_add_layer_norm_backward(Tensor? dtotal, Tensor dy, Tensor total, Tensor weight, Tensor mean,"
+    " Tensor rstd, Tensor? x_bias, Tensor? sample_numbers, ScalarType dtype, bool zero_centred, float p, int seed,"
+    " int site, int layer, int position_offset) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "add_layer_norm",
+    lambda dtotal, dy, total, weight, mean, rstd, x_bias, sample_numbers, dtype, *rest: (
+        _like(total),
+        total.new_empty(0, dtype=dtype) if sample_numbers is None else _like(total, dtype),
+        _like(weight),
+        _like(weight),
+        total.new_empty(0, dtype=dtype) if x_bias is None else _like(x_bias),
+    ),
+)
+define_op(
+    "bias_gelu_backward_with_activation(Tensor dy, Tensor x, Tensor bias, str approximate) -> (Tensor, Tensor, Tensor)",
+    "bias_gelu",
+    lambda dy, x, bias, approximate: (_like(x), _like(bias), _like(x)),
+)
 _CROSS_ENTROPY_WORDS = "int vocab_start, int num_valid, int ignore_index, float confidence, float floor"
 define_op(
     "cross_entropy_statistics(Tensor logits, Tensor target, int vocab_start, int num_valid, bool smoothed) -> Tensor",
@@ -159,16 +191,17 @@ define_op(
 
 class LayerNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-        y, mean, rstd = torch.ops.trimegatron.layer_norm_forward(x, weight, bias, eps)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float, zero_centred: bool) -> Tensor:
+        y, mean, rstd = torch.ops.trimegatron.layer_norm_forward(x, weight, bias, eps, zero_centred)
         ctx.save_for_backward(x, weight, mean, rstd)
+        ctx.zero_centred = zero_centred
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        dx, dweight, dbias = torch.ops.trimegatron.layer_norm_backward(dy, *ctx.saved_tensors)
-        return dx, dweight, dbias, None
+        dx, dweight, dbias = torch.ops.trimegatron.layer_norm_backward(dy, *ctx.saved_tensors, ctx.zero_centred)
+        return dx, dweight, dbias, None, None
 
 
 class BiasGelu(torch.autograd.Function):
@@ -262,6 +295,42 @@ class AttentionDropout(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         return torch.ops.trimegatron.attention_dropout(dy, *ctx.saved_tensors, ctx.p, *ctx.mask_of), None, None, None
+
+
+class BiasDropoutAddLayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        x_bias: Tensor | None,
+        residual: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        sample_numbers: Tensor | None,
+        norm: tuple[float, bool],  # eps, zero_centred
+        p: float,
+        mask_of: tuple[int, int, int, int],  # seed, site, layer, position_offset
+    ) -> tuple[Tensor, Tensor]:
+        total, y, mean, rstd = torch.ops.trimegatron.bias_dropout_add_layer_norm_forward(
+            x, x_bias, residual, weight, bias, sample_numbers, *norm, p, *mask_of
+        )
+        ctx.save_for_backward(total, weight, mean, rstd, x_bias, sample_numbers)
+        ctx.arguments = (x.dtype, norm[1], p, *mask_of)
+        ctx.set_materialize_grads(False)
+        return total, y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dtotal: Tensor | None, dy: Tensor | None) -> tuple[Tensor | None, ...]:
+        total, weight, mean, rstd, x_bias, sample_numbers = ctx.saved_tensors
+        needs_x, needs_x_bias = ctx.needs_input_grad[:2]
+        dresidual, dx, dweight, dbias, dx_bias = torch.ops.trimegatron.bias_dropout_add_layer_norm_backward(
+            dtotal, torch.zeros_like(total) if dy is None else dy, total, weight, mean, rstd,
+            x_bias if needs_x_bias else None, sample_numbers, *ctx.arguments,
+        )  # fmt: skip
+        if sample_numbers is None:
+            dx = dresidual.to(ctx.arguments[0]) if needs_x else None
+        return dx, dx_bias if needs_x_bias else None, dresidual, dweight, dbias, None, None, None, None
 
 
 class CrossEntropy(torch.autograd.Function):

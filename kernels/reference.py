@@ -1,8 +1,8 @@
 """One eager form of every op, with its formula: what runs on a CPU, and what the kernels are tested against.
 
 Arithmetic in fp32, results in the dtypes the kernels give; differentiable by autograd. Nothing here writes into its
-inputs except ``adamw_step_``. Autograd keeps dropout masks as bool, one byte an element: making them again would cost
-more on a CPU than the memory does.
+inputs except where a name ends in ``_``. Autograd keeps dropout masks as bool, one byte an element: making them again
+would cost more on a CPU than the memory does.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from trimegatron.kernels.adamw_scalars import AdamWScalar
 _ADAMW_CHUNK = 1 << 16  # elements whose temporaries stay in cache
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:
-    """(x - mean) / sqrt(var + eps) · weight + bias over the last dimension."""
-    return F.layer_norm(x.float(), x.shape[-1:], weight.float(), bias.float(), eps).to(x.dtype)
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5, zero_centred: bool = False) -> Tensor:
+    """(x - mean) / sqrt(var + eps) · weight + bias over the last dimension; with ``zero_centred`` · (weight + 1)."""
+    scale = weight.float() + 1.0 if zero_centred else weight.float()
+    return F.layer_norm(x.float(), x.shape[-1:], scale, bias.float(), eps).to(x.dtype)
 
 
 def bias_gelu(x: Tensor, bias: Tensor, approximate: str = "tanh") -> Tensor:
@@ -57,6 +58,17 @@ def bias_dropout_add(
     if residual is not None:
         value = value + residual.float()
     return value.to(x.dtype if residual is None else residual.dtype)
+
+
+@torch.no_grad()
+def bias_gelu_backward_with_activation(
+    dy: Tensor, x: Tensor, bias: Tensor, approximate: str = "tanh"
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dx, dbias and gelu(x + bias) again."""
+    z = x.float() + bias.float()
+    dz = torch.ops.aten.gelu_backward(dy.float(), z, approximate=approximate)
+    dbias = dz.flatten(0, -2).sum(dim=0) if dz.dim() > 1 else dz
+    return dz.to(x.dtype), dbias.to(bias.dtype), F.gelu(z, approximate=approximate).to(x.dtype)
 
 
 @functools.lru_cache(maxsize=16)
@@ -136,7 +148,7 @@ def _cross_entropy_gradient_(
     confidence: float,
     floor: float,
 ) -> Tensor:
-    """(exp(shifted) - floor - confidence · [column = target]) · dloss in the place of shifted, fp32 [..., num_valid]."""
+    """(exp(shifted) - floor - confidence · [column = target]) · dloss in the place of shifted, fp32 [..., valid]."""
     probability = shifted.exp_()
     if floor != 0.0:
         probability.sub_(floor)

@@ -41,11 +41,11 @@ def inputs(rows: tuple[int, ...], columns: int, num_valid: int, dtype: torch.dty
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several blocks a row without long rows, which are slow here."""
-    monkeypatch.setattr(launcher, "configure", lambda op, heuristic, **shape: launcher.Config(2, 32, 4, 2))
+    monkeypatch.setattr(launcher, "configure", lambda op, heuristic, **shape: launcher.Config(4, 64, 4, 2))
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("columns", [1, 5, 37, 1000, 1001, 5003])
+@pytest.mark.parametrize("columns", [1, 5, 1000, 1001, 5003])
 def test_values_and_gradients(guards: Guards, impl: str, columns: int) -> None:
     """Rows that start on 16 bytes and rows that do not; several rows a program and several blocks a row."""
     compare(guards, op(impl), formula(columns), inputs((3,), columns, columns), tolerance=4e-6)
@@ -53,15 +53,17 @@ def test_values_and_gradients(guards: Guards, impl: str, columns: int) -> None:
 
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("dtype", DTYPES[1:])
-@pytest.mark.parametrize("columns", [5, 72, 131])
+@pytest.mark.parametrize("columns", [5, 136, 131])
 def test_half_precision(guards: Guards, small_tiles: None, impl: str, dtype: torch.dtype, columns: int) -> None:
-    compare(guards, op(impl), formula(columns), inputs((5, 3), columns, columns, dtype))
+    compare(guards, op(impl), formula(columns), inputs((3, 2), columns, columns, dtype))
 
 
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("columns,num_valid", [(64, 50), (67, 50), (131, 3)])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_padding_and_smoothing(guards: Guards, small_tiles: None, impl: str, columns: int, num_valid: int, smoothing: float) -> None:
+def test_padding_and_smoothing(
+    guards: Guards, small_tiles: None, impl: str, columns: int, num_valid: int, smoothing: float
+) -> None:
     """What stands in the padding is never counted, not even NaN; ignored rows have no gradient, whatever they hold."""
     logits, target = inputs((2, 3), columns, num_valid)
     target[1, 1] = -100
@@ -120,7 +122,7 @@ def test_cut_by_columns(guards: Guards, impl: str, columns: int, smoothing: floa
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("columns", [72, 75])
+@pytest.mark.parametrize("columns", [136, 131])
 def test_gradient_made_with_the_loss(guards: Guards, small_tiles: None, dtype: torch.dtype, columns: int) -> None:
     """The promised gradient; another one in some rows; and none promised: the same bits."""
     logits, target = inputs((5, 1), columns, columns - 3, dtype)
@@ -210,6 +212,6 @@ def test_no_rows(guards: Guards, impl: str, shape: tuple[int, ...]) -> None:
 
 
 def test_same_bits_every_time(guards: Guards) -> None:
-    logits, target = inputs((40,), 301, 301)
+    logits, target = inputs((9,), 301, 301)
     run = functools.partial(op("triton"), logits, target)
     assert torch.equal(run(), run())

@@ -34,12 +34,16 @@ def arguments() -> dict[str, tuple[Any, ...]]:
         "attention_dropout": (scores, SAMPLES, 0.1, 1, 2, 3, 4),
         "adamw_step_": (*flat, values, 10, flat[0].half()),
         "sum_of_squares": (x,),
+        "bias_gelu_backward_with_activation": (x, x, w, "tanh"),
+        "bias_dropout_add_layer_norm_forward": (x, w, x, w, w, SAMPLES, 1e-5, True, 0.1, 1, 2, 3, 4),
+        "bias_dropout_add_layer_norm_backward": (
+            x, x, x, w, rows, rows, w, SAMPLES, torch.float16, True, 0.1, 1, 2, 3, 4),
         "cross_entropy_statistics": (x, words, 0, 7, True),
         "cross_entropy_forward": (x, words, x[..., 0], 7, -100, 0.8, 0.02),
         "cross_entropy_backward": (x, words, x[..., 1], x[..., 2], *ids),
         "cross_entropy_backward_": (x.clone(), words, x[..., 1], x[..., 2], *ids),
         "cross_entropy_mend_": (x * 0, x, words, x[..., 1], x[..., 2], x[..., 3], *ids),
-    }
+    }  # fmt: skip
 
 
 def test_every_operator_is_listed() -> None:
@@ -60,6 +64,8 @@ def step(x: Tensor, w: Tensor, b: Tensor, scores: Tensor, samples: Tensor) -> Te
     y = functional.bias_dropout_add(y, w, x, site=functional.Site.MLP_OUTPUT, **mask)
     z = functional.attention_dropout(functional.scaled_causal_softmax(scores, 0.5, impl="triton"), **mask)
     z = functional.scaled_masked_softmax(z, scores.detach() > 1, 0.5, impl="triton")
+    total, y = functional.bias_dropout_add_layer_norm(y, w, x, w, b, site=functional.Site.ATTENTION_OUTPUT, **mask)
+    total, y = functional.add_layer_norm(y, total, w, b, impl="triton")
     words, ones = samples.repeat(3, 1) % 8, torch.ones(3, 2)
     loss = functional.cross_entropy(y, words, label_smoothing=0.1, impl="triton")
     loss = loss + functional.cross_entropy(y * 2, words, upstream=ones, impl="triton")
