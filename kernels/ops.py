@@ -189,6 +189,11 @@ define_op(
 )
 
 
+def _kernels(triton: bool) -> Any:
+    """Where the forward and backward of an op are: the Triton operators, or the eager ones of the same signatures."""
+    return torch.ops.trimegatron if triton else reference
+
+
 class LayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float, zero_centred: bool) -> Tensor:
@@ -354,8 +359,7 @@ class CrossEntropy(torch.autograd.Function):
                 logits, target, upstream, num_valid, ignore_index, confidence, floor
             )
         else:
-            count = torch.ops.trimegatron.cross_entropy_statistics if triton else reference.cross_entropy_statistics
-            statistics = count(logits, target, vocab_start, num_valid, floor != 0.0)
+            statistics = _kernels(triton).cross_entropy_statistics(logits, target, vocab_start, num_valid, floor != 0.0)
             if combine is not None:
                 statistics = combine(statistics)
             maximum, sum_exp, target_logit = statistics[:3]
@@ -377,12 +381,11 @@ class CrossEntropy(torch.autograd.Function):
             torch.ops.trimegatron.cross_entropy_mend_(dlogits, *arguments, upstream, *ctx.words)
             written = dlogits
         elif ctx.in_place and logits.is_contiguous():
-            run = torch.ops.trimegatron.cross_entropy_backward_ if ctx.triton else reference.cross_entropy_backward_
-            run(*arguments, *ctx.words)
+            _kernels(ctx.triton).cross_entropy_backward_(*arguments, *ctx.words)
             written = logits
         else:
-            run = torch.ops.trimegatron.cross_entropy_backward if ctx.triton else reference.cross_entropy_backward
-            return run(*arguments, *ctx.words), None, None, None, None, None, None
+            dlogits = _kernels(ctx.triton).cross_entropy_backward(*arguments, *ctx.words)
+            return dlogits, None, None, None, None, None, None
         if not torch.compiler.is_compiling():  # whoever else saved this tensor, or runs this backward again, is told
             torch.autograd.graph.increment_version(written)
         return written, None, None, None, None, None, None

@@ -172,11 +172,13 @@ def cross_entropy_backward(
     dloss: Tensor,
     vocab_start: int,
     num_valid: int,
-    *words: float,  # ignore_index, confidence, floor
+    ignore_index: int,
+    confidence: float,
+    floor: float,
 ) -> Tensor:
     """dlogits like logits, zero from column ``num_valid`` on."""
     shifted = logits[..., :num_valid].float() - log_sum_exp.unsqueeze(-1)
-    gradient = _cross_entropy_gradient_(shifted, target, dloss, vocab_start, *words)
+    gradient = _cross_entropy_gradient_(shifted, target, dloss, vocab_start, ignore_index, confidence, floor)
     if num_valid == logits.shape[-1]:
         return gradient.to(logits.dtype)
     dlogits = torch.zeros_like(logits)
@@ -192,12 +194,14 @@ def cross_entropy_backward_(
     dloss: Tensor,
     vocab_start: int,
     num_valid: int,
-    *words: float,
+    ignore_index: int,
+    confidence: float,
+    floor: float,
 ) -> None:
     """dlogits in the place of logits."""
     valid = logits[..., :num_valid]
     shifted = valid.float().sub_(log_sum_exp.unsqueeze(-1))  # fp32 logits themselves, else a copy
-    gradient = _cross_entropy_gradient_(shifted, target, dloss, vocab_start, *words)
+    gradient = _cross_entropy_gradient_(shifted, target, dloss, vocab_start, ignore_index, confidence, floor)
     if gradient.dtype != logits.dtype:
         valid.copy_(gradient)
     logits[..., num_valid:] = 0.0

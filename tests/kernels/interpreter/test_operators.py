@@ -64,7 +64,7 @@ def step(x: Tensor, w: Tensor, b: Tensor, scores: Tensor, samples: Tensor) -> Te
     y = functional.bias_dropout_add(y, w, x, site=functional.Site.MLP_OUTPUT, **mask)
     z = functional.attention_dropout(functional.scaled_causal_softmax(scores, 0.5, impl="triton"), **mask)
     z = functional.scaled_masked_softmax(z, scores.detach() > 1, 0.5, impl="triton")
-    total, y = functional.bias_dropout_add_layer_norm(y, w, x, w, b, site=functional.Site.ATTENTION_OUTPUT, **mask)
+    total, y = functional.bias_dropout_add_layer_norm(y, w * 2, x, w, b, site=functional.Site.ATTENTION_OUTPUT, **mask)
     total, y = functional.add_layer_norm(y, total, w, b, impl="triton")
     words, ones = samples.repeat(3, 1) % 8, torch.ones(3, 2)
     loss = functional.cross_entropy(y, words, label_smoothing=0.1, impl="triton")
