@@ -300,12 +300,12 @@ def _gradient_kernel(
         tl.store(out + offset, gradient.to(out.dtype.element_ty), mask=mask)
 
 
-def _config(op: str, logits: Tensor, tile_bytes: int, most_stages: int) -> Config:
-    """A tile of up to ``tile_bytes`` of a row, 32 bytes a thread; several rows where they are short."""
+def _config(op: str, logits: Tensor, tile_bytes: int, most_stages: int, thread_bytes: int = 32) -> Config:
+    """A tile of up to ``tile_bytes`` of a row, ``thread_bytes`` of it a thread's; several rows where they are short."""
     size, columns = logits.element_size(), logits.shape[-1]
     width = max(16 // size, min(tile_bytes // size, launcher.power_of_two(columns)))
     rows = max(1, min(32, 1024 // width))
-    num_warps = max(4, width * size // 1024)
+    num_warps = max(4, width * size // (32 * thread_bytes))
     stages = launcher.pipeline_stages(rows * width * size, most_stages)
     return launcher.configure(op, Config(rows, width, num_warps, stages), columns=columns)
 
@@ -351,8 +351,9 @@ def cross_entropy_forward(
         kernel, config = _loss_kernel, _config("cross_entropy_loss", logits, 8 << 10, 3)
     else:
         # 32 or 16 warps, so that one or two rows are in work on a multiprocessor and all of them in the L2 cache.
-        tile_bytes = 32 << 10 if logits.shape[-1] * logits.element_size() > 128 << 10 else 16 << 10
-        kernel, config = _loss_and_gradient_kernel, _config("cross_entropy_loss_and_gradient", logits, tile_bytes, 4)
+        thread_bytes = 16 if logits.shape[-1] * logits.element_size() > 128 << 10 else 32
+        config = _config("cross_entropy_loss_and_gradient", logits, 16 << 10, 4, thread_bytes)
+        kernel = _loss_and_gradient_kernel
         dlogits = torch.empty_like(logits)
         arguments += [upstream.contiguous(), dlogits]
     if rows:

@@ -213,7 +213,7 @@ def _backward_config(
     width = hidden if parts == 1 else triton.cdiv(triton.cdiv(hidden, parts), 16) * 16
     columns = max(8, launcher.power_of_two(width))
     rows = max(1, min(32, 1024 // columns))
-    num_warps = min(32, max(4, columns // 256))
+    num_warps = min(16 if has_dtotal and size == 4 else 32, max(4, columns // 256))
     # What the pipeline reads in every step: parts their weight too, but dtotal only outside it.
     per_column = 2 * size + (weight_size if parts > 1 else size if has_dtotal else 0)
     stages = 1 + min(2, (_DROPOUT_BUFFER_BYTES if has_dropout else _BUFFER_BYTES) // (rows * columns * per_column))
