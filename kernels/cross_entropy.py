@@ -12,9 +12,6 @@ Columns from ``num_valid`` on are padding: they take no probability and have zer
 
 Bytes per logit (b = bytes of the dtype): statistics b, gradient 2b. Where the incoming gradient is known beforehand one
 kernel makes loss and gradient, in two sweeps over a row of which the second reads from the L2 cache: 2b together.
-
-A row need not start on 16 bytes. It is moved in the aligned groups of 16 bytes that lie wholly inside it; what is left
-at its two ends, less than a group each, is moved element by element.
 """
 
 import torch
@@ -23,106 +20,10 @@ import triton.language as tl
 from torch import Tensor
 
 from trimegatron.kernels import launcher
+from trimegatron.kernels.cross_entropy_rows import gradient_of, row_ends, row_statistics, row_tile, target_logit
 from trimegatron.kernels.launcher import Config
 
-_LOG2_E = tl.constexpr(1.4426950408889634)
 _PER_CALL = ["rows", "vocab_start", "num_valid", "ignore_index"]  # no compilation of their own for 1 or multiples of 16
-
-
-@triton.jit
-def _groups(first, V: tl.constexpr, GROUP: tl.constexpr):
-    """Where rows [R] begin in their first aligned group, and the lanes, counted from the start of that group, at which
-    their whole groups begin and end."""
-    shift = tl.cast(first % GROUP, tl.int32)
-    begin = (shift + (GROUP - 1)) // GROUP * GROUP
-    end = (shift + V) // GROUP * GROUP
-    return shift, begin, tl.maximum(begin, end)
-
-
-@triton.jit
-def _tile(start, here, first, V: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr):
-    """Offset, column and mask [R, C] of the lanes from ``start`` on, whole groups only; rows [R] that are ``here``."""
-    lane = start + tl.arange(0, COLUMNS)
-    if V % GROUP == 0:
-        return first[:, None] + lane[None, :], lane[None, :], here[:, None] & (lane < V)[None, :]
-    shift, begin, end = _groups(first, V, GROUP)
-    mask = here[:, None] & (lane[None, :] >= begin[:, None]) & (lane[None, :] < end[:, None])
-    return (first // GROUP * GROUP)[:, None] + lane[None, :], lane[None, :] - shift[:, None], mask
-
-
-@triton.jit
-def _ends(here, first, V: tl.constexpr, GROUP: tl.constexpr):
-    """Offset, column and mask [R, 2 GROUP] of what ``_tile`` leaves out of a row, before its groups and after."""
-    shift, begin, end = _groups(first, V, GROUP)
-    lane = tl.arange(0, 2 * GROUP)[None, :]
-    column = tl.where(lane < GROUP, lane, (end - shift)[:, None] + lane - GROUP)
-    mask = here[:, None] & (column < V) & ((lane >= GROUP) | (column < (begin - shift)[:, None]))
-    return first[:, None] + column, column, mask
-
-
-@triton.jit
-def _count(
-    logits,
-    here,
-    first,
-    num_valid,
-    V: tl.constexpr,
-    GROUP: tl.constexpr,
-    SMOOTHED: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """Maximum, Σ exp(logit - maximum) and Σ logit of rows [R]; one exponential a logit and one a group of them."""
-    lanes: tl.constexpr = COLUMNS // GROUP
-    highest = tl.full([ROWS, lanes], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS, lanes], tl.float32)
-    plain = tl.zeros([ROWS, lanes], tl.float32)
-    at = 0
-    for start in tl.range(0, num_valid if V % GROUP == 0 else num_valid + GROUP, COLUMNS, num_stages=STAGES):
-        offset, _, mask = _tile(start, here, first, V, GROUP, COLUMNS)
-        value = tl.load(logits + offset, mask=mask, other=0.0).to(tl.float32)
-        _, column, mask = _tile(at, here, first, V, GROUP, COLUMNS)
-        counted = mask & (column < num_valid)
-        at += COLUMNS
-        if SMOOTHED:
-            plain += tl.sum(tl.reshape(tl.where(counted, value, 0.0), (ROWS, lanes, GROUP)), axis=2)
-        value = tl.reshape(tl.where(counted, value, float("-inf")), (ROWS, lanes, GROUP))
-        higher = tl.maximum(highest, tl.max(value, axis=2))
-        level = tl.where(higher == float("-inf"), 0.0, higher)
-        weight = tl.sum(tl.exp2((value - level[:, :, None]) * _LOG2_E), axis=2)
-        total = total * tl.exp2((highest - level) * _LOG2_E) + weight
-        highest = higher
-    top = tl.max(highest, axis=1)
-    summed = tl.sum(plain, axis=1)
-    if V % GROUP == 0:
-        level = tl.where(top == float("-inf"), 0.0, top)
-        return top, tl.sum(total * tl.exp2((highest - level[:, None]) * _LOG2_E), axis=1), summed
-    offset, column, mask = _ends(here, first, V, GROUP)
-    value = tl.load(logits + offset, mask=mask, other=0.0).to(tl.float32)
-    counted = mask & (column < num_valid)
-    summed += tl.sum(tl.where(counted, value, 0.0), axis=1)
-    value = tl.where(counted, value, float("-inf"))
-    top = tl.maximum(top, tl.max(value, axis=1))
-    level = tl.where(top == float("-inf"), 0.0, top)
-    weight = tl.sum(tl.exp2((value - level[:, None]) * _LOG2_E), axis=1)
-    return top, tl.sum(total * tl.exp2((highest - level[:, None]) * _LOG2_E), axis=1) + weight, summed
-
-
-@triton.jit
-def _target_logit(logits, here, first, local_target, num_valid):
-    """[R] fp32; -inf where the target is none of this rank's words."""
-    found = here & (local_target >= 0) & (local_target < num_valid)
-    return tl.load(logits + first + local_target, mask=found, other=float("-inf")).to(tl.float32)
-
-
-@triton.jit
-def _gradient(value, column, log_sum_exp, dloss, local_target, num_valid, confidence, floor):
-    """dlogits [R, C] fp32 of logits [R, C]. ``num_valid`` [R] is 0 for an ignored row."""
-    probability = tl.exp2((value - log_sum_exp[:, None]) * _LOG2_E)
-    # The one-hot is subtracted in fp32, before the single rounding to the logits' dtype.
-    difference = probability - floor - tl.where(column == local_target[:, None], confidence, 0.0)
-    return tl.where(column < num_valid[:, None], difference * dloss[:, None], 0.0)
 
 
 @triton.jit(do_not_specialize=_PER_CALL)
@@ -144,13 +45,13 @@ def _statistics_kernel(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     here = row < rows
     first = tl.cast(row, tl.int64) * V
-    top, total, summed = _count(logits, here, first, num_valid, V, GROUP, SMOOTHED, ROWS, COLUMNS, STAGES)
+    top, total, summed = row_statistics(logits, here, first, num_valid, V, GROUP, SMOOTHED, ROWS, COLUMNS, STAGES)
     word = tl.load(target + row, mask=here, other=0) - vocab_start
     place = statistics + tl.cast(row, tl.int64)
     stride = tl.cast(rows, tl.int64)
     tl.store(place, top, mask=here)
     tl.store(place + stride, total, mask=here)
-    tl.store(place + stride * 2, _target_logit(logits, here, first, word, num_valid), mask=here)
+    tl.store(place + stride * 2, target_logit(logits, here, first, word, num_valid), mask=here)
     if SMOOTHED:
         tl.store(place + stride * 3, summed, mask=here)
 
@@ -177,10 +78,10 @@ def _loss_of_rows(
     """Writes both results of rows [R]; returns log Σ exp and the targets."""
     here = row < rows
     first = tl.cast(row, tl.int64) * V
-    top, total, summed = _count(logits, here, first, num_valid, V, GROUP, SMOOTHED, ROWS, COLUMNS, STAGES)
+    top, total, summed = row_statistics(logits, here, first, num_valid, V, GROUP, SMOOTHED, ROWS, COLUMNS, STAGES)
     word = tl.load(target + row, mask=here, other=0)
     lse = top + tl.log(total)
-    value = lse - _target_logit(logits, here, first, word, num_valid) * confidence
+    value = lse - target_logit(logits, here, first, word, num_valid) * confidence
     if SMOOTHED:
         value -= summed * floor
     tl.store(loss + row, tl.where(word == ignore_index, 0.0, value), mask=here)
@@ -240,18 +141,18 @@ def _loss_and_gradient_kernel(
     first = tl.cast(row, tl.int64) * V
     dloss = tl.load(upstream + row, mask=here, other=0.0)
     valid = tl.where(word == ignore_index, 0, num_valid)
-    at = 0
+    at = 0  # is ``start``, but what follows from it is not carried through the stages of the loads
     for start in tl.range(0, V if V % GROUP == 0 else V + GROUP, COLUMNS, num_stages=STAGES):
-        offset, _, mask = _tile(start, here, first, V, GROUP, COLUMNS)
+        offset, _, mask = row_tile(start, here, first, V, GROUP, COLUMNS)
         value = tl.load(logits + offset, mask=mask, other=0.0).to(tl.float32)
-        offset, column, mask = _tile(at, here, first, V, GROUP, COLUMNS)
-        gradient = _gradient(value, column, lse, dloss, word, valid, confidence, floor)
+        offset, column, mask = row_tile(at, here, first, V, GROUP, COLUMNS)
+        gradient = gradient_of(value, column, lse, dloss, word, valid, confidence, floor)
         tl.store(dlogits + offset, gradient.to(dlogits.dtype.element_ty), mask=mask)
         at += COLUMNS
     if V % GROUP != 0:
-        offset, column, mask = _ends(here, first, V, GROUP)
+        offset, column, mask = row_ends(here, first, V, GROUP)
         value = tl.load(logits + offset, mask=mask, other=0.0).to(tl.float32)
-        gradient = _gradient(value, column, lse, dloss, word, valid, confidence, floor)
+        gradient = gradient_of(value, column, lse, dloss, word, valid, confidence, floor)
         tl.store(dlogits + offset, gradient.to(dlogits.dtype.element_ty), mask=mask)
 
 
@@ -289,14 +190,14 @@ def _gradient_kernel(
     word = tl.load(target + row, mask=here, other=0)
     valid = tl.where(word == ignore_index, 0, num_valid)
     word -= vocab_start
-    offset, column, mask = _tile(start, here, first, V, GROUP, COLUMNS)
+    offset, column, mask = row_tile(start, here, first, V, GROUP, COLUMNS)
     value = tl.load(logits + offset, mask=mask, other=0.0).to(tl.float32)
-    gradient = _gradient(value, column, lse, scale, word, valid, confidence, floor)
+    gradient = gradient_of(value, column, lse, scale, word, valid, confidence, floor)
     tl.store(out + offset, gradient.to(out.dtype.element_ty), mask=mask)
     if V % GROUP != 0:
-        offset, column, mask = _ends(here & (row * 0 + start == 0), first, V, GROUP)
+        offset, column, mask = row_ends(here & (row * 0 + start == 0), first, V, GROUP)
         value = tl.load(logits + offset, mask=mask, other=0.0).to(tl.float32)
-        gradient = _gradient(value, column, lse, scale, word, valid, confidence, floor)
+        gradient = gradient_of(value, column, lse, scale, word, valid, confidence, floor)
         tl.store(out + offset, gradient.to(out.dtype.element_ty), mask=mask)
 
 
