@@ -3,7 +3,8 @@
 tanh:  gelu(z) = z σ(2u),  u = sqrt(2/π) (z + 0.044715 z³)        (½ (1 + tanh u) = σ(2u))
 erf:   gelu(z) = z Φ(z),   Φ the normal distribution
 
-Bytes per element (b = bytes of the dtype): forward 2b, backward 3b with the bias gradient in the same pass.
+Bytes per element (b = bytes of the dtype): forward 2b, backward 3b with the bias gradient in the same pass,
+4b where it also writes the activation, for a weight gradient that needs it next.
 """
 
 import torch
@@ -64,6 +65,7 @@ def _backward_kernel(
     x,
     bias,
     dx,
+    activation,
     dbias_partials,
     rows,
     HIDDEN: tl.constexpr,
@@ -72,7 +74,7 @@ def _backward_kernel(
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    # dy, x, dx [rows, HIDDEN]; dbias_partials [num_programs(1), HIDDEN] fp32
+    # dy, x, dx, activation [rows, HIDDEN]; dbias_partials [num_programs(1), HIDDEN] fp32
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     b = tl.load(bias + column, mask=column < HIDDEN, other=0.0).to(tl.float32)[None, :]
     dbias = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -85,6 +87,8 @@ def _backward_kernel(
         gradient = upstream * gelu_derivative(z, TANH)
         dbias += gradient  # zero outside the mask, since dy is
         tl.store(dx + offset, gradient.to(dx.dtype.element_ty), mask=mask)
+        if activation is not None:
+            tl.store(activation + offset, gelu(z, TANH).to(activation.dtype.element_ty), mask=mask)
     offset = tl.cast(tl.program_id(1), tl.int64) * HIDDEN + column
     tl.store(dbias_partials + offset, tl.sum(dbias, axis=0), mask=column < HIDDEN)
 
@@ -105,8 +109,9 @@ def bias_gelu_forward(x: Tensor, bias: Tensor, approximate: str) -> Tensor:
     return y
 
 
-def bias_gelu_backward(dy: Tensor, x: Tensor, bias: Tensor, approximate: str) -> tuple[Tensor, Tensor]:
-    """dx like x, dbias like bias."""
+def _backward(
+    dy: Tensor, x: Tensor, bias: Tensor, approximate: str, activation: Tensor | None
+) -> tuple[Tensor, Tensor]:
     dy, x, bias = dy.contiguous(), x.contiguous(), bias.contiguous()
     dx = torch.empty_like(x)
     if x.numel() == 0:
@@ -117,7 +122,20 @@ def bias_gelu_backward(dy: Tensor, x: Tensor, bias: Tensor, approximate: str) ->
     grid = walkers(rows, hidden, config, x.device)
     partials = torch.empty(grid[1], hidden, dtype=torch.float32, device=x.device)
     launcher.launch(
-        _backward_kernel, grid, dy, x, bias, dx, partials, rows, config=config,
+        _backward_kernel, grid, dy, x, bias, dx, activation, partials, rows, config=config,
         HIDDEN=hidden, TANH=approximate == "tanh", ROWS=config.rows, COLUMNS=config.columns, STAGES=config.num_stages,
     )  # fmt: skip
     return dx, sum_partials(partials, bias.dtype)
+
+
+def bias_gelu_backward(dy: Tensor, x: Tensor, bias: Tensor, approximate: str) -> tuple[Tensor, Tensor]:
+    """dx like x, dbias like bias."""
+    return _backward(dy, x, bias, approximate, None)
+
+
+def bias_gelu_backward_with_activation(
+    dy: Tensor, x: Tensor, bias: Tensor, approximate: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dx like x, dbias like bias, and the activation again, like x."""
+    activation = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return *_backward(dy, x, bias, approximate, activation), activation

@@ -16,6 +16,7 @@ tensors' device; None where nothing is dropped), site, layer, and global positio
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -33,9 +34,13 @@ __all__ = [
     "Site",
     "adamw_scalars",
     "adamw_step_",
+    "add_layer_norm",
     "attention_dropout",
     "bias_dropout_add",
+    "bias_dropout_add_layer_norm",
     "bias_gelu",
+    "bias_gelu_backward_with_activation",
+    "cross_entropy",
     "layer_norm",
     "scaled_causal_softmax",
     "scaled_masked_softmax",
@@ -84,17 +89,24 @@ def _check_dropout(x: Tensor, batch: int, sample_numbers: Tensor | None, seed: i
     return sample_numbers
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5, *, impl: str = "auto") -> Tensor:
+def _check_norm(x: Tensor, weight: Tensor, bias: Tensor) -> None:
+    _check_columns("weight", weight, x)
+    _check_columns("bias", bias, x)
+    _check(weight.dtype == bias.dtype, f"bias ({bias.dtype}) must have the weight's dtype ({weight.dtype}).")
+
+
+def layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5, zero_centred: bool = False, *, impl: str = "auto"
+) -> Tensor:
     """(x - mean) / sqrt(var + eps) · weight + bias over the last dimension, of any size.
 
     Args:
         x: [..., h].
         weight, bias: [h], of one dtype, which may differ from x's.
+        zero_centred: the factor is weight + 1, so that a weight of zeros leaves the normalised value as it is.
     """
-    _check_columns("weight", weight, x)
-    _check_columns("bias", bias, x)
-    _check(weight.dtype == bias.dtype, f"bias ({bias.dtype}) must have the weight's dtype ({weight.dtype}).")
-    return ops.LayerNorm.apply(x, weight, bias, eps, uses_triton(impl, x))
+    _check_norm(x, weight, bias)
+    return ops.LayerNorm.apply(x, weight, bias, eps, zero_centred, uses_triton(impl, x))
 
 
 def bias_gelu(x: Tensor, bias: Tensor, approximate: str = "tanh", *, impl: str = "auto") -> Tensor:
@@ -140,6 +152,80 @@ def bias_dropout_add(
         x, bias, residual, p=p, seed=seed, sample_numbers=sample_numbers, site=site, layer=layer,
         position_offset=position_offset,
     )  # fmt: skip
+
+
+def add_layer_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float = 1e-5,
+    zero_centred: bool = False,
+    *,
+    impl: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """(total, y): total = residual + x [..., h] in the residual's dtype, and its ``layer_norm`` in one pass."""
+    _check(residual.shape == x.shape, f"residual ({list(residual.shape)}) must have x's shape {list(x.shape)}.")
+    _check_norm(x, weight, bias)
+    if uses_triton(impl, x):
+        norm = (eps, zero_centred)
+        return ops.BiasDropoutAddLayerNorm.apply(x, None, residual, weight, bias, None, norm, 0.0, (0, 0, 0, 0))
+    total = (residual + x).to(residual.dtype)
+    return total, layer_norm(total, weight, bias, eps, zero_centred, impl="reference")
+
+
+def bias_dropout_add_layer_norm(
+    x: Tensor,
+    x_bias: Tensor | None,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float = 1e-5,
+    zero_centred: bool = False,
+    *,
+    p: float,
+    seed: int,
+    sample_numbers: Tensor | None,
+    site: int,
+    layer: int,
+    position_offset: int = 0,
+    training: bool = True,
+    impl: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """(total, y): total = ``bias_dropout_add`` of x [s, b, h], x_bias [h] and residual, and its ``layer_norm`` with
+    ``weight`` and ``bias``, in one pass; both in the residual's dtype."""
+    _check(x.dim() == 3, f"x ({list(x.shape)}) must be [sequence, batch, hidden].")
+    _check(residual.shape == x.shape, f"residual ({list(residual.shape)}) must have x's shape {list(x.shape)}.")
+    if x_bias is not None:
+        _check_columns("x_bias", x_bias, x)
+    _check_norm(x, weight, bias)
+    if training and philox.dropout_threshold(p):
+        sample_numbers = _check_dropout(x, x.shape[1], sample_numbers, seed)
+    else:
+        p, sample_numbers = 0.0, None
+    if uses_triton(impl, x):
+        mask_of = (seed, int(site), layer, position_offset)
+        return ops.BiasDropoutAddLayerNorm.apply(
+            x, x_bias, residual, weight, bias, sample_numbers, (eps, zero_centred), p, mask_of
+        )
+    total = bias_dropout_add(
+        x, x_bias, residual, p=p, seed=seed, sample_numbers=sample_numbers, site=site, layer=layer,
+        position_offset=position_offset, impl="reference",
+    )  # fmt: skip
+    return total, layer_norm(total, weight, bias, eps, zero_centred, impl="reference")
+
+
+def bias_gelu_backward_with_activation(
+    dy: Tensor, x: Tensor, bias: Tensor, approximate: str = "tanh", *, impl: str = "auto"
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dx, dbias, activation) of ``bias_gelu`` for the incoming gradient ``dy``: for a layer that does not keep its
+    activation and needs it next, for the gradient of the weight behind it. Records no gradient."""
+    _check_columns("bias", bias, x)
+    _check(dy.shape == x.shape, f"dy ({list(dy.shape)}) must have x's shape {list(x.shape)}.")
+    _check(approximate in ("tanh", "none"), f'approximate ("{approximate}") must be "tanh" or "none".')
+    if uses_triton(impl, x):
+        return torch.ops.trimegatron.bias_gelu_backward_with_activation(dy, x, bias, approximate)
+    return reference.bias_gelu_backward_with_activation(dy, x, bias, approximate)
 
 
 def scaled_causal_softmax(scores: Tensor, scale: float = 1.0, *, impl: str = "auto") -> Tensor:
@@ -190,6 +276,66 @@ def attention_dropout(
         probabilities, p=p, seed=seed, sample_numbers=sample_numbers, layer=layer, head_offset=head_offset,
         position_offset=position_offset,
     )  # fmt: skip
+
+
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    num_valid: int | None = None,
+    label_smoothing: float = 0.0,
+    ignore_index: int = -100,
+    upstream: Tensor | None = None,
+    in_place: bool = False,
+    vocab_start: int = 0,
+    vocab_size: int | None = None,
+    combine: Callable[[Tensor], Tensor] | None = None,
+    impl: str = "auto",
+) -> Tensor:
+    """log Σ exp(logits) - logits[target] of each token, over the words of a vocabulary that may be cut by columns.
+
+    With ``label_smoothing`` ε a target has the probability 1 - ε and each of the V - 1 other words ε / (V - 1), as in
+    Megatron-LM (PyTorch's ε is this one times (V - 1) / V). A target that is no word has an infinite loss.
+
+    Args:
+        logits: [..., v], this rank's columns.
+        target: [...] int64, global ids; those equal to ``ignore_index`` have zero loss and gradient.
+        num_valid: the columns from this one on are padding: no probability, zero gradient. None: there are none.
+        upstream: [...] fp32, the gradient the loss is going to receive, where it is known. The kernel then makes the
+            gradient together with the loss and reads the logits from memory once; rows that receive another gradient
+            are made again. A hint: it changes no result. One backward pass only.
+        in_place: backward may write the gradient into the logits, which nothing else may need. One pass only.
+        vocab_start: the global id of column 0.
+        vocab_size: V over all ranks, for label smoothing; None: ``num_valid``.
+        combine: makes the statistics [3, or 4 with label smoothing, ...] of all columns from those of this rank's; see
+            ``reference.cross_entropy_statistics``. None: this rank holds them all.
+    Returns:
+        fp32 [...]. The gradient has the logits' dtype.
+    """
+    columns = logits.shape[-1]
+    num_valid = columns if num_valid is None else num_valid
+    vocab_size = num_valid if vocab_size is None else vocab_size
+    _check(
+        target.dtype == torch.int64 and target.shape == logits.shape[:-1],
+        f"target ({target.dtype}, {list(target.shape)}) must be int64 of the logits' leading shape; got logits "
+        f"{list(logits.shape)}.",
+    )
+    _check(0 <= num_valid <= columns, f"num_valid ({num_valid}) must be within the {columns} columns of the logits.")
+    _check(
+        0.0 <= label_smoothing < 1.0 and (label_smoothing == 0.0 or vocab_size > 1),
+        f"label_smoothing ({label_smoothing}) must be in [0, 1), and 0 for a vocabulary of one word ({vocab_size}).",
+    )
+    if upstream is not None:
+        _check(
+            upstream.dtype == torch.float32 and upstream.shape == target.shape and not in_place,
+            f"upstream ({upstream.dtype}, {list(upstream.shape)}) must be fp32 of the target's shape "
+            f"{list(target.shape)}, and given without in_place: rows that receive another gradient need the logits.",
+        )
+    floor = label_smoothing / (vocab_size - 1) if label_smoothing else 0.0
+    words = (vocab_start, num_valid, ignore_index, 1.0 - label_smoothing - floor, floor)
+    if not (torch.is_grad_enabled() and logits.requires_grad):
+        upstream = None
+    return ops.CrossEntropy.apply(logits, target, upstream, words, combine, in_place, uses_triton(impl, logits))
 
 
 def adamw_step_(

@@ -47,18 +47,20 @@ def _bias_dropout_add_backward_fake(dout: Tensor, bias: Tensor | None, sample_nu
 
 
 define_op(
-    "layer_norm_forward(Tensor x, Tensor weight, Tensor bias, float eps) -> (Tensor, Tensor, Tensor)",
+    "layer_norm_forward(Tensor x, Tensor weight, Tensor bias, float eps, bool zero_centred=False)"
+    " -> (Tensor, Tensor, Tensor)",
     "layer_norm",
-    lambda x, weight, bias, eps: (
+    lambda x, weight, bias, eps, zero_centred=False: (
         _like(x),
         x.new_empty(x.numel() // max(1, x.shape[-1]), dtype=torch.float32),
         x.new_empty(x.numel() // max(1, x.shape[-1]), dtype=torch.float32),
     ),
 )
 define_op(
-    "layer_norm_backward(Tensor dy, Tensor x, Tensor weight, Tensor mean, Tensor rstd) -> (Tensor, Tensor, Tensor)",
+    "layer_norm_backward(Tensor dy, Tensor x, Tensor weight, Tensor mean, Tensor rstd, bool zero_centred=False)"
+    " -> (Tensor, Tensor, Tensor)",
     "layer_norm",
-    lambda dy, x, weight, mean, rstd: (_like(x), _like(weight), _like(weight)),
+    lambda dy, x, weight, mean, rstd, zero_centred=False: (_like(x), _like(weight), _like(weight)),
 )
 define_op(
     "bias_gelu_forward(Tensor x, Tensor bias, str approximate) -> Tensor",
@@ -119,6 +121,72 @@ define_op(
     "adamw",
     lambda grad: grad.new_empty((), dtype=torch.float32),
 )
+define_op(
+    "bias_dropout_add_layer_norm_forward(Tensor x, Tensor? x_bias, Tensor residual, Tensor weight, Tensor bias,"
+    " Tensor? sample_numbers, float eps, bool zero_centred, float p, int seed, int site, int layer,"
+    " int position_offset) -> (Tensor, Tensor, Tensor, Tensor)",
+    "add_layer_norm",
+    lambda x, x_bias, residual, *rest: (
+        _like(residual),
+        _like(residual),
+        x.new_empty(x.numel() // max(1, x.shape[-1]), dtype=torch.float32),
+        x.new_empty(x.numel() // max(1, x.shape[-1]), dtype=torch.float32),
+    ),
+)
+define_op(
+    "bias_dropout_add_layer_norm_backward(Tensor? dtotal, Tensor dy, Tensor total, Tensor weight, Tensor mean,"
+    " Tensor rstd, Tensor? x_bias, Tensor? sample_numbers, ScalarType dtype, bool zero_centred, float p, int seed,"
+    " int site, int layer, int position_offset) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "add_layer_norm",
+    lambda dtotal, dy, total, weight, mean, rstd, x_bias, sample_numbers, dtype, *rest: (
+        _like(total),
+        total.new_empty(0, dtype=dtype) if sample_numbers is None else _like(total, dtype),
+        _like(weight),
+        _like(weight),
+        total.new_empty(0, dtype=dtype) if x_bias is None else _like(x_bias),
+    ),
+)
+define_op(
+    "bias_gelu_backward_with_activation(Tensor dy, Tensor x, Tensor bias, str approximate) -> (Tensor, Tensor, Tensor)",
+    "bias_gelu",
+    lambda dy, x, bias, approximate: (_like(x), _like(bias), _like(x)),
+)
+_CROSS_ENTROPY_WORDS = "int vocab_start, int num_valid, int ignore_index, float confidence, float floor"
+define_op(
+    "cross_entropy_statistics(Tensor logits, Tensor target, int vocab_start, int num_valid, bool smoothed) -> Tensor",
+    "cross_entropy",
+    lambda logits, target, vocab_start, num_valid, smoothed: logits.new_empty(
+        3 + smoothed, *target.shape, dtype=torch.float32
+    ),
+)
+define_op(
+    "cross_entropy_forward(Tensor logits, Tensor target, Tensor? upstream, int num_valid, int ignore_index,"
+    " float confidence, float floor) -> (Tensor, Tensor, Tensor)",
+    "cross_entropy",
+    lambda logits, target, upstream, *words: (
+        logits.new_empty(target.shape, dtype=torch.float32),
+        logits.new_empty(target.shape, dtype=torch.float32),
+        logits.new_empty(0) if upstream is None else _like(logits),
+    ),
+)
+define_op(
+    "cross_entropy_backward(Tensor logits, Tensor target, Tensor log_sum_exp, Tensor dloss,"
+    f" {_CROSS_ENTROPY_WORDS}) -> Tensor",
+    "cross_entropy",
+    lambda logits, *rest: _like(logits),
+)
+define_op(
+    "cross_entropy_backward_(Tensor(a!) logits, Tensor target, Tensor log_sum_exp, Tensor dloss,"
+    f" {_CROSS_ENTROPY_WORDS}) -> ()",
+    "cross_entropy",
+    lambda *args: None,
+)
+define_op(
+    "cross_entropy_mend_(Tensor(a!) dlogits, Tensor logits, Tensor target, Tensor log_sum_exp, Tensor dloss,"
+    f" Tensor upstream, {_CROSS_ENTROPY_WORDS}) -> ()",
+    "cross_entropy",
+    lambda *args: None,
+)
 
 
 def _kernels(triton: bool) -> Any:
@@ -128,17 +196,19 @@ def _kernels(triton: bool) -> Any:
 
 class LayerNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float, triton: bool) -> Tensor:
-        y, mean, rstd = _kernels(triton).layer_norm_forward(x, weight, bias, eps)
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float, zero_centred: bool, triton: bool
+    ) -> Tensor:
+        y, mean, rstd = _kernels(triton).layer_norm_forward(x, weight, bias, eps, zero_centred)
         ctx.save_for_backward(x, weight, mean, rstd)
-        ctx.triton = triton
+        ctx.zero_centred, ctx.triton = zero_centred, triton
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        dx, dweight, dbias = _kernels(ctx.triton).layer_norm_backward(dy, *ctx.saved_tensors)
-        return dx, dweight, dbias, None, None
+        dx, dweight, dbias = _kernels(ctx.triton).layer_norm_backward(dy, *ctx.saved_tensors, ctx.zero_centred)
+        return dx, dweight, dbias, None, None, None
 
 
 class BiasGelu(torch.autograd.Function):
@@ -232,3 +302,92 @@ class AttentionDropout(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         return torch.ops.trimegatron.attention_dropout(dy, *ctx.saved_tensors, ctx.p, *ctx.mask_of), None, None, None
+
+
+class BiasDropoutAddLayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        x_bias: Tensor | None,
+        residual: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        sample_numbers: Tensor | None,
+        norm: tuple[float, bool],  # eps, zero_centred
+        p: float,
+        mask_of: tuple[int, int, int, int],  # seed, site, layer, position_offset
+    ) -> tuple[Tensor, Tensor]:
+        total, y, mean, rstd = torch.ops.trimegatron.bias_dropout_add_layer_norm_forward(
+            x, x_bias, residual, weight, bias, sample_numbers, *norm, p, *mask_of
+        )
+        ctx.save_for_backward(total, weight, mean, rstd, x_bias, sample_numbers)
+        ctx.arguments = (x.dtype, norm[1], p, *mask_of)
+        ctx.set_materialize_grads(False)
+        return total, y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dtotal: Tensor | None, dy: Tensor | None) -> tuple[Tensor | None, ...]:
+        total, weight, mean, rstd, x_bias, sample_numbers = ctx.saved_tensors
+        needs_x, needs_x_bias = ctx.needs_input_grad[:2]
+        dresidual, dx, dweight, dbias, dx_bias = torch.ops.trimegatron.bias_dropout_add_layer_norm_backward(
+            dtotal, torch.zeros_like(total) if dy is None else dy, total, weight, mean, rstd,
+            x_bias if needs_x_bias else None, sample_numbers, *ctx.arguments,
+        )  # fmt: skip
+        if sample_numbers is None:
+            dx = dresidual.to(ctx.arguments[0]) if needs_x else None
+        return dx, dx_bias if needs_x_bias else None, dresidual, dweight, dbias, None, None, None, None
+
+
+class CrossEntropy(torch.autograd.Function):
+    """One Function for kernels and reference, so that both keep nothing of the logits' size beside them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        target: Tensor,
+        upstream: Tensor | None,
+        words: tuple[int, int, int, float, float],  # vocab_start, num_valid, ignore_index, confidence, floor
+        combine: Callable[[Tensor], Tensor] | None,
+        in_place: bool,
+        triton: bool,
+    ) -> Tensor:
+        vocab_start, num_valid, ignore_index, confidence, floor = words
+        dlogits = logits.new_empty(0)
+        if triton and combine is None:
+            loss, log_sum_exp, dlogits = torch.ops.trimegatron.cross_entropy_forward(
+                logits, target, upstream, num_valid, ignore_index, confidence, floor
+            )
+        else:
+            statistics = _kernels(triton).cross_entropy_statistics(logits, target, vocab_start, num_valid, floor != 0.0)
+            if combine is not None:
+                statistics = combine(statistics)
+            maximum, sum_exp, target_logit = statistics[:3]
+            log_sum_exp = sum_exp.log() + maximum
+            loss = log_sum_exp - (target_logit if confidence == 1.0 else target_logit * confidence)
+            if floor != 0.0:
+                loss -= statistics[3] * floor
+            loss.masked_fill_(target == ignore_index, 0.0)
+        ctx.save_for_backward(logits, target, log_sum_exp, upstream, dlogits)
+        ctx.words, ctx.in_place, ctx.triton = words, in_place, triton
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+        logits, target, log_sum_exp, upstream, dlogits = ctx.saved_tensors
+        arguments = (logits, target, log_sum_exp, dloss)
+        if dlogits.numel():
+            torch.ops.trimegatron.cross_entropy_mend_(dlogits, *arguments, upstream, *ctx.words)
+            written = dlogits
+        elif ctx.in_place and logits.is_contiguous():
+            _kernels(ctx.triton).cross_entropy_backward_(*arguments, *ctx.words)
+            written = logits
+        else:
+            dlogits = _kernels(ctx.triton).cross_entropy_backward(*arguments, *ctx.words)
+            return dlogits, None, None, None, None, None, None
+        if not torch.compiler.is_compiling():  # whoever else saved this tensor, or runs this backward again, is told
+            torch.autograd.graph.increment_version(written)
+        return written, None, None, None, None, None, None

@@ -2,9 +2,9 @@
 
 Arithmetic in fp32, results in the dtypes the kernels give. An op with a ``_backward`` beside it has the signature of
 the kernels' operator, and is wrapped like it (``ops.py``), so that autograd keeps its inputs in their own dtype and not
-the fp32 values in between; the others are differentiable by autograd. Nothing here writes into its inputs except
-``adamw_step_``. Autograd keeps dropout masks as bool, one byte an element: making them again would cost more on a CPU
-than the memory does.
+the fp32 values in between; the others are differentiable by autograd. Nothing here writes into its inputs except where
+a name ends in ``_``. Autograd keeps dropout masks as bool, one byte an element: making them again would cost more on a
+CPU than the memory does.
 """
 
 from __future__ import annotations
@@ -24,19 +24,22 @@ from trimegatron.kernels.adamw_scalars import AdamWScalar
 _ADAMW_CHUNK = 1 << 16  # elements whose temporaries stay in cache
 
 
-def layer_norm_forward(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """(x - mean) / sqrt(var + eps) · weight + bias over the last dimension; beside it mean and 1 / sqrt(var + eps) of
-    each row."""
-    y, mean, rstd = torch.native_layer_norm(x.float(), x.shape[-1:], weight.float(), bias.float(), eps)
+def layer_norm_forward(
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float, zero_centred: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(x - mean) / sqrt(var + eps) · weight + bias over the last dimension, with ``zero_centred`` · (weight + 1);
+    beside it mean and 1 / sqrt(var + eps) of each row."""
+    scale = weight.float() + 1.0 if zero_centred else weight.float()
+    y, mean, rstd = torch.native_layer_norm(x.float(), x.shape[-1:], scale, bias.float(), eps)
     return y.to(x.dtype), mean.flatten(), rstd.flatten()
 
 
 def layer_norm_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor
+    dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, zero_centred: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dx, dweight, dbias."""
     statistics = (*x.shape[:-1], 1)
-    w = weight.float()
+    w = weight.float() + 1.0 if zero_centred else weight.float()
     dx, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
         dy.float(), x.float(), x.shape[-1:], mean.view(statistics), rstd.view(statistics), w, w, [True, True, True]
     )  # the second w stands for the bias, of which only the shape is looked at
@@ -80,6 +83,17 @@ def bias_dropout_add(
     if residual is not None:
         value = value + residual.float()
     return value.to(x.dtype if residual is None else residual.dtype)
+
+
+@torch.no_grad()
+def bias_gelu_backward_with_activation(
+    dy: Tensor, x: Tensor, bias: Tensor, approximate: str = "tanh"
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dx, dbias and gelu(x + bias) again."""
+    z = x.float() + bias.float()
+    dz = torch.ops.aten.gelu_backward(dy.float(), z, approximate=approximate)
+    dbias = dz.flatten(0, -2).sum(dim=0) if dz.dim() > 1 else dz
+    return dz.to(x.dtype), dbias.to(bias.dtype), F.gelu(z, approximate=approximate).to(x.dtype)
 
 
 @functools.lru_cache(maxsize=16)
@@ -135,6 +149,97 @@ def attention_dropout(
         position_offset=position_offset,
     )  # fmt: skip
     return torch.where(keep, probabilities.float() * philox.dropout_scale(p), 0.0).to(probabilities.dtype)
+
+
+@torch.no_grad()
+def cross_entropy_statistics(
+    logits: Tensor, target: Tensor, vocab_start: int, num_valid: int, smoothed: bool
+) -> Tensor:
+    """[3, or 4 where smoothed, *target's shape] fp32 of logits [..., v] over the first ``num_valid`` columns: maximum,
+    Σ exp(logit - maximum), the logit of the target (-inf where it is none of them), Σ logit."""
+    statistics = torch.zeros(3 + smoothed, *target.shape, device=logits.device)
+    statistics[0] = statistics[2] = -math.inf
+    if num_valid == 0:
+        return statistics
+    valid = logits[..., :num_valid].float()
+    local = target - vocab_start
+    elsewhere = (local < 0) | (local >= num_valid)
+    at_target = valid.gather(-1, local.masked_fill(elsewhere, 0).unsqueeze(-1)).squeeze(-1)
+    statistics[2] = at_target.masked_fill_(elsewhere, -math.inf)
+    if smoothed:
+        statistics[3] = valid.sum(dim=-1)
+    statistics[0] = maximum = valid.amax(dim=-1)
+    level = maximum.masked_fill(maximum == -math.inf, 0.0)
+    statistics[1] = (valid - level.unsqueeze(-1)).exp_().sum(dim=-1)
+    return statistics
+
+
+def _cross_entropy_gradient_(
+    shifted: Tensor,
+    target: Tensor,
+    dloss: Tensor,
+    vocab_start: int,
+    ignore_index: int,
+    confidence: float,
+    floor: float,
+) -> Tensor:
+    """(exp(shifted) - floor - confidence · [column = target]) · dloss in the place of shifted, fp32 [..., valid]."""
+    probability = shifted.exp_()
+    if floor != 0.0:
+        probability.sub_(floor)
+    if probability.shape[-1]:
+        local = (target - vocab_start).unsqueeze(-1)
+        here = (local >= 0) & (local < probability.shape[-1])
+        # The one-hot is subtracted in fp32, before the single rounding to the logits' dtype.
+        probability.scatter_add_(-1, local.masked_fill(~here, 0), here.to(probability.dtype).mul_(-confidence))
+    probability.mul_(dloss.unsqueeze(-1))
+    ignored = target == ignore_index
+    if ignored.any():
+        probability[ignored] = 0.0
+    return probability
+
+
+@torch.no_grad()
+def cross_entropy_backward(
+    logits: Tensor,
+    target: Tensor,
+    log_sum_exp: Tensor,
+    dloss: Tensor,
+    vocab_start: int,
+    num_valid: int,
+    ignore_index: int,
+    confidence: float,
+    floor: float,
+) -> Tensor:
+    """dlogits like logits, zero from column ``num_valid`` on."""
+    shifted = logits[..., :num_valid].float() - log_sum_exp.unsqueeze(-1)
+    gradient = _cross_entropy_gradient_(shifted, target, dloss, vocab_start, ignore_index, confidence, floor)
+    if num_valid == logits.shape[-1]:
+        return gradient.to(logits.dtype)
+    dlogits = torch.zeros_like(logits)
+    dlogits[..., :num_valid] = gradient
+    return dlogits
+
+
+@torch.no_grad()
+def cross_entropy_backward_(
+    logits: Tensor,
+    target: Tensor,
+    log_sum_exp: Tensor,
+    dloss: Tensor,
+    vocab_start: int,
+    num_valid: int,
+    ignore_index: int,
+    confidence: float,
+    floor: float,
+) -> None:
+    """dlogits in the place of logits."""
+    valid = logits[..., :num_valid]
+    shifted = valid.float().sub_(log_sum_exp.unsqueeze(-1))  # fp32 logits themselves, else a copy
+    gradient = _cross_entropy_gradient_(shifted, target, dloss, vocab_start, ignore_index, confidence, floor)
+    if gradient.dtype != logits.dtype:
+        valid.copy_(gradient)
+    logits[..., num_valid:] = 0.0
 
 
 @torch.no_grad()

@@ -12,10 +12,21 @@ import torch
 from torch import Tensor
 
 from tests.kernels import aot
-from trimegatron.kernels import adamw, attention_dropout, bias_dropout_add, bias_gelu, column_sum, layer_norm, softmax
+from trimegatron.kernels import (
+    adamw,
+    add_layer_norm,
+    attention_dropout,
+    bias_dropout_add,
+    bias_gelu,
+    column_sum,
+    cross_entropy,
+    layer_norm,
+    softmax,
+)
 
 HIDDEN_SIZES = (768, 1024, 4096)
 TILED = 768  # ops that cut the hidden size into tiles compile to the same loop at every size
+WIDEST_VOCABULARY = 128256
 Case = tuple[str, Callable[[], Any]]
 
 
@@ -56,13 +67,55 @@ def _tiled_ops(hidden: int, dtype: torch.dtype) -> Iterator[Case]:
     yield "sum_of_squares", lambda: adamw.sum_of_squares(g)
 
 
-def cases() -> Iterator[tuple[str, aot.Launch]]:
+def _vocabulary_ops(columns: int, dtype: torch.dtype) -> Iterator[Case]:
+    logits, target = _meta(64, columns, dtype=dtype), _meta(64, dtype=torch.int64)
+    numbers, words = _meta(64, dtype=torch.float32), (0, columns, -100, 0.8, 0.01)
+    yield "cross_entropy_both", lambda: cross_entropy.cross_entropy_forward(logits, target, numbers, *words[1:])
+    if columns == WIDEST_VOCABULARY:  # only the first is another kernel there
+        return
+    yield "cross_entropy_statistics", lambda: cross_entropy.cross_entropy_statistics(logits, target, *words[:2], True)
+    yield "cross_entropy_loss", lambda: cross_entropy.cross_entropy_forward(logits, target, None, *words[1:])
+    gradient = (logits, target, numbers, numbers)
+    yield "cross_entropy_mend", lambda: cross_entropy.cross_entropy_mend_(logits, *gradient, numbers, *words)
+
+
+def _norm_ops(hidden: int, dtype: torch.dtype) -> Iterator[Case]:
+    x, w, numbers = _meta(32, 2, hidden, dtype=dtype), _meta(hidden, dtype=dtype), _meta(64, dtype=torch.float32)
+    samples, mask_of = _meta(2, dtype=torch.int64), (0.1, 1234, 2, 3, 0)
+    forward = add_layer_norm.bias_dropout_add_layer_norm_forward
+    backward = add_layer_norm.bias_dropout_add_layer_norm_backward
+    saved = (x, w, numbers, numbers)
+    yield "add_norm_backward", lambda: backward(x, x, *saved, None, None, dtype, True, *mask_of)
+    yield "dropout_norm_forward", lambda: forward(x, w, x, w, w, samples, 1e-5, False, *mask_of)
+    yield "dropout_norm_backward", lambda: backward(x, x, *saved, w, samples, dtype, False, *mask_of)
+    if hidden > max(HIDDEN_SIZES):
+        yield "layer_norm_forward", lambda: layer_norm.layer_norm_forward(x, w, w, 1e-5)
+        yield "layer_norm_backward", lambda: layer_norm.layer_norm_backward(x, *saved)
+
+
+def _wide_cases(arch: int) -> Iterator[tuple[str, aot.Launch]]:
+    """Rows that are wide, or do not start on 16 bytes; in fp32, which is wider still, on one architecture."""
+    bf16, fp32 = torch.bfloat16, torch.float32
+    lists = [(h, _norm_ops(h, bf16), bf16) for h in (4096, 12288, 16384)]
+    lists += [(v, _vocabulary_ops(v, bf16), bf16) for v in (50304, 50257, WIDEST_VOCABULARY)]
+    if arch == 90:
+        lists += [(16384, _norm_ops(16384, fp32), fp32), (50304, _vocabulary_ops(50304, fp32), fp32)]
+    for size, ops, dtype in lists:
+        for name, call in ops:
+            yield f"{name}/{size}/{str(dtype).removeprefix('torch.')}", aot.record(call)[0]
+    x, w = _meta(64, TILED, dtype=bf16), _meta(TILED, dtype=bf16)
+    both = aot.record(lambda: bias_gelu.bias_gelu_backward_with_activation(x, x, w, "tanh"))[0]
+    yield f"bias_gelu_backward_with_activation/{TILED}/bfloat16", both
+
+
+def cases(arch: int) -> Iterator[tuple[str, aot.Launch]]:
     """(name/hidden/dtype, launch) of the kernel of each op; the small second stages of sums are the same everywhere."""
     for dtype in (torch.bfloat16, torch.float32):
         lists = [(hidden, _row_ops(hidden, dtype)) for hidden in HIDDEN_SIZES] + [(TILED, _tiled_ops(TILED, dtype))]
         for hidden, ops in lists:
             for name, call in ops:
                 yield f"{name}/{hidden}/{str(dtype).removeprefix('torch.')}", aot.record(call)[0]
+    yield from _wide_cases(arch)
     w = _meta(768, dtype=torch.bfloat16)
     x, statistics = _meta(64, 768, dtype=torch.bfloat16), _meta(64, dtype=torch.float32)
     yield "sum_partials/768/bfloat16", aot.record(lambda: layer_norm.layer_norm_backward(x, x, w, *[statistics] * 2))[1]
@@ -70,6 +123,6 @@ def cases() -> Iterator[tuple[str, aot.Launch]]:
 
 
 if __name__ == "__main__":
-    for case, launch in cases():
+    for case, launch in cases(int(sys.argv[1])):
         code = aot.measure(launch, int(sys.argv[1]))
         print(json.dumps({"case": case, "text": str(code), **vars(code)}), flush=True)

@@ -17,6 +17,7 @@ SAMPLES = torch.tensor([1, 2, 3])
 MASK: dict[str, Any] = {"p": 0.1, "seed": 0, "sample_numbers": SAMPLES, "layer": 0}
 FLAT = [torch.zeros(64) for _ in range(4)]
 RUNS = functional.AdamWRuns([functional.Run(0, 0, 64, True)])
+IDS = torch.zeros(2, 3, dtype=torch.int64)
 SCALARS = torch.zeros(functional.NUM_ADAMW_SCALARS)
 
 
@@ -71,6 +72,18 @@ REFUSED = {
     "mask's dtype": ("mask", lambda: functional.scaled_masked_softmax(X[None], torch.zeros(1, 1, 1, 4))),
     "mask's shape": (
         "mask", lambda: functional.scaled_masked_softmax(X[None], torch.zeros(1, 2, 3, 3, dtype=torch.bool))),
+    "target's shape": ("target", lambda: functional.cross_entropy(X, torch.zeros(2, dtype=torch.int64))),
+    "target's dtype": ("target", lambda: functional.cross_entropy(X, torch.zeros(2, 3))),
+    "number of words": ("num_valid", lambda: functional.cross_entropy(X, IDS, num_valid=5)),
+    "smoothing": ("label_smoothing", lambda: functional.cross_entropy(X, IDS, label_smoothing=1.0)),
+    "smoothing of one word": (
+        "label_smoothing", lambda: functional.cross_entropy(X, IDS, num_valid=1, label_smoothing=0.1)),
+    "upstream's shape": ("upstream", lambda: functional.cross_entropy(X, IDS, upstream=X)),
+    "upstream in place": ("upstream", lambda: functional.cross_entropy(X, IDS, upstream=X[..., 0], in_place=True)),
+    "total's shape": ("residual", lambda: functional.add_layer_norm(X, X[0], W, W)),
+    "x_bias's length": (
+        "x_bias", lambda: functional.bias_dropout_add_layer_norm(X, W[:3], X, W, W, site=0, **MASK)),
+    "dy's shape": ("dy", lambda: functional.bias_gelu_backward_with_activation(X[0], X, W)),
     "master's dtype": (
         "param", lambda: functional.adamw_step_(FLAT[0].half(), *FLAT[1:], SCALARS, runs=RUNS)),
     "grad's length": ("param", lambda: functional.adamw_step_(*FLAT[:3], W[:3], SCALARS, runs=RUNS)),

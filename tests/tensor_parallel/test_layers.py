@@ -93,6 +93,9 @@ def test_linear_layers(size: int):
             torch.testing.assert_close(got, want, msg=f"{name}, sequence parallel {bool(sequence_parallel)}")
 
 
+SMOOTHING = 0.1
+
+
 def embed_and_score(tensor_parallel_size: int, vocab_size: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     """Embedding of some tokens, and the loss and gradient of logits of the padded vocabulary."""
     mesh = init_mesh(select_device("cpu"), tensor_parallel_size=tensor_parallel_size)
@@ -112,13 +115,20 @@ def embed_and_score(tensor_parallel_size: int, vocab_size: int, dtype: torch.dty
         logits[..., : spec.extent[0]] = whole[..., start : start + spec.extent[0]]
         logits.requires_grad_()
         before = logits.detach().clone()
-        loss = vocab_parallel_cross_entropy(
-            logits, tokens, vocab_start=embedding.vocab_start, num_valid=embedding.num_valid, group=mesh.tensor.group
-        )
-        loss.backward(torch.linspace(0.5, 1.5, vocab_size).view(1, -1))
+        upstream = torch.linspace(0.5, 1.5, vocab_size).view(1, -1)
+        cut = {"vocab_start": embedding.vocab_start, "num_valid": embedding.num_valid, "group": mesh.tensor.group}
+        loss = vocab_parallel_cross_entropy(logits, tokens, **cut)
+        loss.backward(upstream)
         assert torch.equal(logits.detach(), before) and logits.grad is not None
         assert logits.grad[..., spec.extent[0] :].abs().sum() == 0
-        return rows.detach(), loss.detach(), logits.grad[..., : spec.extent[0]]
+        smoothed = before.requires_grad_()
+        smoothed_loss = vocab_parallel_cross_entropy(
+            smoothed * 1, tokens, vocab_size=vocab_size, label_smoothing=SMOOTHING, in_place=True, **cut
+        )
+        smoothed_loss.backward(upstream)
+        assert smoothed.grad is not None and smoothed.grad[..., spec.extent[0] :].abs().sum() == 0
+        gradients = [grad[..., : spec.extent[0]] for grad in (logits.grad, smoothed.grad)]
+        return rows.detach(), loss.detach(), smoothed_loss.detach(), *gradients
     finally:
         close_mesh()
 
@@ -129,16 +139,18 @@ def test_embedding_and_cross_entropy(size: int, vocab_size: int, dtype: torch.dt
     """Also where some ranks hold nothing but padding (3 words on 4 ranks)."""
     tokens = torch.arange(vocab_size).flip(0).view(1, -1)
     logits = (random(1, vocab_size, vocab_size, seed=2).to(dtype) * 4).requires_grad_()
-    loss = F.cross_entropy(logits[0].float(), tokens[0], reduction="none").unsqueeze(0)
-    loss.backward(torch.linspace(0.5, 1.5, vocab_size).view(1, -1))
     ranks = run_ranks(size, embed_and_score, size, vocab_size, dtype)
-    for rows, rank_loss, _ in ranks:
-        torch.testing.assert_close(rows, F.embedding(tokens, random(vocab_size, H, seed=1)))
-        torch.testing.assert_close(rank_loss, loss.detach())
-        assert rank_loss.dtype == torch.float32
-    gradient = torch.cat([gradient for _, _, gradient in ranks], dim=-1)
-    assert gradient.dtype == dtype and logits.grad is not None
-    torch.testing.assert_close(gradient, logits.grad, atol=1e-6 if dtype == torch.float32 else 4e-3, rtol=1e-2)
+    for number, smoothing in enumerate((0.0, SMOOTHING * vocab_size / (vocab_size - 1))):  # PyTorch's, of all words
+        logits.grad = None
+        loss = F.cross_entropy(logits[0].float(), tokens[0], reduction="none", label_smoothing=smoothing).unsqueeze(0)
+        loss.backward(torch.linspace(0.5, 1.5, vocab_size).view(1, -1))
+        for rows, *losses_and_gradients in ranks:
+            torch.testing.assert_close(rows, F.embedding(tokens, random(vocab_size, H, seed=1)))
+            torch.testing.assert_close(losses_and_gradients[number], loss.detach())
+            assert losses_and_gradients[number].dtype == torch.float32
+        gradient = torch.cat([rank[3 + number] for rank in ranks], dim=-1)
+        assert gradient.dtype == dtype and logits.grad is not None
+        torch.testing.assert_close(gradient, logits.grad, atol=1e-6 if dtype == torch.float32 else 4e-3, rtol=1e-2)
 
 
 def test_padded_vocabulary_follows_megatron():

@@ -40,6 +40,7 @@ class GPTStage(nn.Module):
             self.final_layernorm = LayerNorm(spec)
         self.region = Region(spec.tensor.group, spec.sequence_parallel)
         self.recompute = spec.recompute
+        self.kernels = spec.kernels
 
     def forward(
         self,
@@ -86,6 +87,8 @@ class GPTStage(nn.Module):
             vocab_start=words.vocab_start,
             num_valid=words.num_valid,
             group=self.region.group,
+            in_place=True,
+            kernels=self.kernels,
         )  # [s, b]
         if loss_mask is not None:
             loss = loss * loss_mask.transpose(0, 1)

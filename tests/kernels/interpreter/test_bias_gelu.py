@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels.guards import Guards
-from tests.kernels.interpreter.compare import DTYPES, IMPLS, compare, layouts
+from tests.kernels.interpreter.compare import DTYPES, IMPLS, close, compare, layouts
 from trimegatron.kernels import functional
 
 
@@ -48,6 +48,22 @@ def test_far_from_zero(guards: Guards, approximate: str) -> None:
     """No overflow in exp or in z cubed: gelu is z on the right, 0 on the left."""
     x = torch.tensor([[-1e4, -50.0, -10.0, 0.0, 10.0, 50.0, 1e4]])
     compare(guards, op(approximate, "triton"), formula(approximate), [x, torch.zeros(7)])
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("approximate", ["tanh", "none"])
+@pytest.mark.parametrize("shape", [(5, 3, 40), (0, 8)])
+def test_backward_that_emits_the_activation(
+    guards: Guards, impl: str, approximate: str, shape: tuple[int, ...]
+) -> None:
+    x, bias, dy = torch.randn(shape), torch.randn(shape[-1]), torch.randn(shape)
+    exact = [t.double().requires_grad_() for t in (x, bias)]
+    y = formula(approximate)(*exact)
+    y.backward(dy.double())
+    results = functional.bias_gelu_backward_with_activation(guards.put(dy), guards.put(x), bias, approximate, impl=impl)
+    for actual, expected in zip(results, (exact[0].grad, exact[1].grad, y.detach()), strict=True):
+        assert expected is not None
+        close(actual, expected, 4e-6, "result")
 
 
 @pytest.mark.parametrize("layout", ["transposed", "strided", "offset"])

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from tests.kernels.guards import Guards
 from tests.kernels.interpreter.compare import DTYPES, IMPLS, compare, layouts
-from trimegatron.kernels import functional
+from trimegatron.kernels import functional, layer_norm
 
 EPS = 1e-5
 
@@ -74,6 +74,24 @@ def test_no_rows(guards: Guards, impl: str, shape: tuple[int, ...]) -> None:
     assert x is not None and weight is not None and bias is not None
     assert x.grad is not None and x.grad.shape == shape
     assert torch.equal(weight.grad, torch.zeros(8)) and torch.equal(bias.grad, torch.zeros(8))
+
+
+@pytest.mark.parametrize("hidden", [100, 161])
+def test_rows_cut_into_parts(guards: Guards, monkeypatch: pytest.MonkeyPatch, hidden: int) -> None:
+    """As rows wider than 8192 are, of which the last part is narrower; more rows than programs."""
+    monkeypatch.setattr(layer_norm, "_WIDEST_PART", 64)
+    compare(guards, op("triton"), formula, inputs(11, 3, hidden), tolerance=1e-5)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_zero_centred_weight(guards: Guards, monkeypatch: pytest.MonkeyPatch, impl: str) -> None:
+    def op(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return functional.layer_norm(x, weight, bias, EPS, zero_centred=True, impl=impl)
+
+    for widest in (8192, 32):
+        monkeypatch.setattr(layer_norm, "_WIDEST_PART", widest)
+        arguments = inputs(6, 100)
+        compare(guards, op, lambda x, weight, bias: formula(x, weight + 1, bias), arguments, tolerance=1e-5)
 
 
 def test_statistics_survive_a_large_mean(guards: Guards) -> None:

@@ -19,6 +19,7 @@ def arguments() -> dict[str, tuple[Any, ...]]:
     scores, mask = torch.randn(2, 2, 3, 5), torch.rand(2, 1, 3, 5) > 0.5
     flat = [torch.rand(128) for _ in range(4)]
     tiles = functional.AdamWRuns([functional.Run(64, 64, 64, True)]).tiles(flat[0].device)
+    words, ids = torch.randint(7, (3, 2)), (0, 7, -100, 0.8, 0.02)
     values = torch.tensor(functional.adamw_scalars(lr=0.1, weight_decay=0.1, beta1=0.9, beta2=0.99, eps=1e-8, step=1))
     return {
         "layer_norm_forward": (x, w, w, 1e-5),
@@ -34,7 +35,16 @@ def arguments() -> dict[str, tuple[Any, ...]]:
         "attention_dropout": (scores, SAMPLES, 0.1, 1, 2, 3, 4),
         "adamw_step_": (*flat, values, tiles, flat[0].half()),
         "sum_of_squares": (x,),
-    }
+        "bias_gelu_backward_with_activation": (x, x, w, "tanh"),
+        "bias_dropout_add_layer_norm_forward": (x, w, x, w, w, SAMPLES, 1e-5, True, 0.1, 1, 2, 3, 4),
+        "bias_dropout_add_layer_norm_backward": (
+            x, x, x, w, rows, rows, w, SAMPLES, torch.float16, True, 0.1, 1, 2, 3, 4),
+        "cross_entropy_statistics": (x, words, 0, 7, True),
+        "cross_entropy_forward": (x, words, x[..., 0], 7, -100, 0.8, 0.02),
+        "cross_entropy_backward": (x, words, x[..., 1], x[..., 2], *ids),
+        "cross_entropy_backward_": (x.clone(), words, x[..., 1], x[..., 2], *ids),
+        "cross_entropy_mend_": (x * 0, x, words, x[..., 1], x[..., 2], x[..., 3], *ids),
+    }  # fmt: skip
 
 
 def test_every_operator_is_listed() -> None:
@@ -55,7 +65,13 @@ def step(x: Tensor, w: Tensor, b: Tensor, scores: Tensor, samples: Tensor) -> Te
     y = functional.bias_dropout_add(y, w, x, site=functional.Site.MLP_OUTPUT, **mask)
     z = functional.attention_dropout(functional.scaled_causal_softmax(scores, 0.5, impl="triton"), **mask)
     z = functional.scaled_masked_softmax(z, scores.detach() > 1, 0.5, impl="triton")
-    return (y.square().sum() + z.square().sum()) * 0.5
+    total, y = functional.bias_dropout_add_layer_norm(y, w * 2, x, w, b, site=functional.Site.ATTENTION_OUTPUT, **mask)
+    total, y = functional.add_layer_norm(y, total, w, b, impl="triton")
+    words, ones = samples.repeat(3, 1) % 8, torch.ones(3, 2)
+    loss = functional.cross_entropy(y, words, label_smoothing=0.1, impl="triton")
+    loss = loss + functional.cross_entropy(y * 2, words, upstream=ones, impl="triton")
+    loss = loss + functional.cross_entropy(y * 3, words, in_place=True, impl="triton")
+    return (y.square().sum() + z.square().sum()) * 0.5 + loss.sum()
 
 
 def test_compiles_as_one_graph() -> None:
