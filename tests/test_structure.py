@@ -18,6 +18,7 @@ LEVELS: list[set[str]] = [
     {"kernels", "config", "errors", "files", "data.index_format", "data.legacy_format", "data.metadata"},
     {
         "mesh",
+        "activity",
         "tokenizer",
         "byte_level",
         "long_text",
@@ -28,9 +29,9 @@ LEVELS: list[set[str]] = [
         "data.sampler",
         "data.index_cache",
     },
-    {"preprocess", "data", "tensor_parallel", "data_parallel", "pipeline_parallel", "optim", "together"},
+    {"preprocess", "data", "tensor_parallel", "data_parallel", "pipeline_parallel", "optim", "together", "watch"},
     {"model"},
-    {"metrics", "checkpoint", "divergence", "garbage", "determinism", "communication"},
+    {"metrics", "checkpoint", "divergence", "garbage", "determinism", "communication", "stopping"},
     {"trainer", "description", "generate"},
     {"train", "dry_run", "launch", "convert", "bench", "demo", "cli", "__main__"},
 ]
