@@ -37,10 +37,11 @@ def on_every_rank(mesh: Mesh, work: Callable[[], T], *, what: str, say: Callable
 
     Raises:
         UserError: the first one that any rank met.
+        RuntimeError: another rank has failed at something else.
     """
     if mesh.store is None or mesh.world.size == 1:
         return work()
-    return _Vigil(mesh.store, mesh.world.rank, mesh.world.size, what, say).run(_Task(work))
+    return _Vigil(mesh, mesh.store, what, say).run(_Task(work))
 
 
 class _Task(threading.Thread, Generic[T]):
@@ -62,8 +63,9 @@ class _Task(threading.Thread, Generic[T]):
 class _Vigil:
     """One rank's watch over its own work and the others', through the store alone."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int, what: str, say: Callable[[str], None]) -> None:
-        self.store, self.rank, self.size, self.what, self.say = store, rank, size, what, say
+    def __init__(self, mesh: Mesh, store: dist.Store, what: str, say: Callable[[str], None]) -> None:
+        self.mesh, self.store, self.what, self.say = mesh, store, what, say
+        self.rank, self.size = mesh.world.rank, mesh.world.size
         self.key = f"trimegatron/together/{what}"
         self.has_left = False
 
@@ -109,6 +111,8 @@ class _Vigil:
 
     def _check_others(self) -> None:
         if not self.store.check([f"{self.key}/error"]):
+            if self.mesh.failure_code(self.store) is not None:
+                raise RuntimeError("another rank has failed elsewhere")
             return
         kind, text = json.loads(self.store.get(f"{self.key}/error"))
         self._leave()

@@ -164,12 +164,14 @@ def describe_hang(before: list[Word | None], after: list[Word | None], limit: fl
 def place_of(thread: int) -> str:
     """Where a thread of this process is: the innermost line of this package, and the innermost of all."""
     frame = sys._current_frames().get(thread)
-    lines = traceback.extract_stack(frame) if frame is not None else []
-    if not lines:
+    if frame is None:
         return "its end"
-    ours = next((line for line in reversed(lines) if "trimegatron/" in line.filename), lines[-1])
-    shown = [f"{_short(line.filename)}:{line.lineno} {line.name}" for line in dict.fromkeys((ours, lines[-1]))]
-    return " > ".join(shown)
+    places = [
+        f"{_short(inner.f_code.co_filename)}:{line} {inner.f_code.co_name}"
+        for inner, line in traceback.walk_stack(frame)
+    ]
+    ours = next((place for place in places if place.startswith("trimegatron/")), places[0])
+    return ours if ours == places[0] else f"{ours} > {places[0]}"
 
 
 def _short(filename: str) -> str:
