@@ -147,7 +147,7 @@ class Saver:
 
     def has_failed(self) -> bool:
         """Whether a save beside training has failed on this rank, and the run is to stop for it."""
-        return self._error is not None and self.options.on_save_error == "stop"
+        return self._error is not None and not self._goes_on_after(self._error)
 
     def wait(self, *, must_succeed: bool = False) -> None:
         """Wait until nothing is being written; a failure is said once.
@@ -163,10 +163,14 @@ class Saver:
         if error is None:
             return
         self.saved_at = None
-        if must_succeed or self.options.on_save_error == "stop" or not isinstance(error, CheckpointError):
+        if must_succeed or not self._goes_on_after(error):
             raise error
         if not self.is_async:
             self.say(f"{error}. The run goes on (--on-save-error continue)")
+
+    def _goes_on_after(self, error: BaseException) -> bool:
+        """Whether the run does without the checkpoint; not after a fault of ours."""
+        return self.options.on_save_error == "continue" and isinstance(error, CheckpointError)
 
     def _write_beside(self, snapshot: Snapshot) -> None:
         """:meth:`_write` in a thread."""
@@ -174,7 +178,7 @@ class Saver:
             self._write(snapshot, list)
         except BaseException as error:
             self._error = error
-            if self.options.on_save_error == "continue":
+            if self._goes_on_after(error):
                 self.say(f"{error}. The run goes on (--on-save-error continue)")
 
     def _write(self, snapshot: Snapshot, ask: Ask) -> list[list[float]]:
