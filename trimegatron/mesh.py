@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -113,7 +114,7 @@ class Mesh:
 
         Under torchrun its agent holds the store, and ends the others.
         """
-        if self.store is None or not self.is_first_rank or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        if self.store is None or not self.is_first_rank or has_agent_store():
             return
         until = time.monotonic() + seconds
         while self.store.add(KNOWING, 0) < self.world.size and time.monotonic() < until:
@@ -201,6 +202,8 @@ def init_mesh(
         backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     store, rank, world_size = next(dist.rendezvous("env://"))
     store.set_timeout(timedelta(minutes=timeout_minutes))
+    if has_agent_store():
+        store = store_of_this_start(store, rank, world_size, timeout_minutes * 60.0)
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(minutes=timeout_minutes)
     )
@@ -213,6 +216,47 @@ def init_mesh(
     if async_save:
         mesh = replace(mesh, saving=Axis(world_size, rank, dist.new_group(backend="gloo")))
     return mesh
+
+
+def has_agent_store() -> bool:
+    """Whether torchrun's agent holds the store, not the first rank."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def store_of_this_start(store: dist.Store, rank: int, world_size: int, timeout: float) -> dist.Store:
+    """A part of ``store`` that holds nothing yet.
+
+    An agent's store outlives the ranks that it starts again: they would find the addresses and messages of those that
+    are gone. How often it has started them differs from node to node, so the first rank draws a name. What a rank
+    before may have left in the store is told from what one of now says by a token of each, and an answer to it.
+
+    Raises:
+        RuntimeError: some ranks did not come.
+    """
+    name = uuid.uuid4().hex
+    until = time.monotonic() + timeout
+
+    def wait() -> None:
+        if time.monotonic() > until:
+            raise RuntimeError(f"rank {rank} has waited {timeout:.0f} s for other ranks to start")
+        time.sleep(0.02)
+
+    if rank == 0:
+        answered: dict[int, bytes] = {}
+        while store.add(f"{name}/came", 0) < world_size - 1:
+            for other in range(1, world_size):
+                key = f"trimegatron/token of rank {other}"
+                if store.check([key]) and (token := store.get(key)) != answered.get(other):
+                    answered[other] = token
+                    store.set(f"{token.decode()}/name", name)
+            wait()
+    else:
+        store.set(f"trimegatron/token of rank {rank}", name)
+        while not store.check([f"{name}/name"]):
+            wait()
+        name = store.get(f"{name}/name").decode()
+        store.add(f"{name}/came", 1)
+    return dist.PrefixStore(name, store)
 
 
 def cut_mesh(
