@@ -21,7 +21,7 @@ from trimegatron.launch import children_of
 ROOT = Path(__file__).parent.parent
 COMMON: dict[str, Any] = {"micro_batch_size": 1, "global_batch_size": 2, "save_interval": 100_000}
 ENDLESS = COMMON | {"train_iters": 100_000, "lr_decay_iters": 100_000}
-TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port")
+TORCHRUN = ("torch.distributed.run", "--nproc-per-node", "2", "--master-port")
 
 
 @pytest.fixture(scope="module")
@@ -70,25 +70,28 @@ def saved_at(folder: Path) -> int:
 
 def test_signals_to_the_launcher(corpus: Path, tmp_path: Path):
     """`trimegatron train` passes a signal on, and the workers' code back; bare torchrun its SIGTERM, but no code."""
-    ours = Launched(
-        sys.executable, "-m", "trimegatron", "train", "--nproc-per-node", "2",
-        *tiny_flags(corpus, **ENDLESS, save=tmp_path / "ours"), log=tmp_path / "ours.log",
-    )  # fmt: skip
-    ours.wait_for(" iteration        3/")
-    ours.process.send_signal(signal.SIGUSR1)
-    assert ours.end() == 143, ours.said
-    theirs = Launched(
-        sys.executable, *TORCHRUN, str(free_port()), "-m", "trimegatron.train",
-        *tiny_flags(corpus, **ENDLESS, save=tmp_path / "theirs"), log=tmp_path / "theirs.log",
-    )  # fmt: skip
-    theirs.wait_for(" iteration        3/")
-    theirs.process.send_signal(signal.SIGTERM)
-    assert theirs.end() not in (0, 143), theirs.said
-    for run, name in ((ours, "ours"), (theirs, "theirs")):
+    commands = {
+        "ours": ("trimegatron", "train", "--nproc-per-node", "2"),
+        "theirs": (*TORCHRUN, str(free_port()), "-m", "trimegatron.train"),
+    }
+    runs = {
+        name: Launched(
+            *(sys.executable, "-m", *command),
+            *tiny_flags(corpus, **ENDLESS, save=tmp_path / name),
+            log=tmp_path / f"{name}.log",
+        )
+        for name, command in commands.items()
+    }
+    for name, number in (("ours", signal.SIGUSR1), ("theirs", signal.SIGTERM)):
+        runs[name].wait_for(" iteration        3/")
+        runs[name].process.send_signal(number)
+    assert runs["ours"].end() == 143, runs["ours"].said
+    assert runs["theirs"].end() not in (0, 143), runs["theirs"].said
+    for name, run in runs.items():
         assert run.said.count("a signal came: stopping at iteration") == 1
         lines = read_metrics(tmp_path / name / "metrics.jsonl")
         assert saved_at(tmp_path / name) == lines[-1]["iteration"] >= 3
-    assert "Traceback" not in ours.said and "error" not in ours.said
+    assert "Traceback" not in runs["ours"].said and "error" not in runs["ours"].said
 
 
 CRASH_ONCE = """
@@ -112,7 +115,7 @@ def test_torchrun_restarts(corpus: Path, tmp_path: Path):
     flags = COMMON | {"train_iters": 8, "lr_decay_iters": 8, "save_interval": 2}
     (tmp_path / "crash_once.py").write_text(CRASH_ONCE)
     run = Launched(
-        sys.executable, *TORCHRUN, str(free_port()), "--max-restarts", "1", "crash_once.py",
+        sys.executable, "-m", *TORCHRUN, str(free_port()), "--max-restarts", "1", "crash_once.py",
         *tiny_flags(corpus, **flags, save=tmp_path / "c", load=tmp_path / "c"), log=tmp_path / "log",
     )  # fmt: skip
     assert run.end() == 0, run.said
