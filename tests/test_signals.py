@@ -18,6 +18,7 @@ from tests.runs import read_metrics, tiny_flags, train_tiny, write_corpus
 from trimegatron import stopping, train
 from trimegatron.checkpoint import saver
 from trimegatron.checkpoint.storage import read_whole
+from trimegatron.feed import Feed
 from trimegatron.launch import children_of
 from trimegatron.mesh import Mesh
 from trimegatron.trainer import Trainer
@@ -65,7 +66,7 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[], Callable[[], None]], int]] =
     "another": ({"exit_signal": "SIGUSR2"}, in_step(1, lambda: kill_self_and_workers("SIGUSR2")), 2),
     "an evaluation": (
         {},
-        lambda: before(Trainer, "count_bytes", lambda self, _: kill_self_and_workers("SIGTERM")),
+        lambda: before(Feed, "count_bytes", lambda self, _: kill_self_and_workers("SIGTERM")),
         4,
     ),
     "a save": (
@@ -145,7 +146,7 @@ def stopped_early(corpus: Path, folder: Path, ports: list[int]) -> list[int]:
 
     run(before(train, "on_every_rank", lambda *_: signalled()) if rank == "1" else None)
     run(before(train, "build_model", stay) if rank == "1" else None)
-    run(before(Trainer, "count_bytes", signalled) if rank == "1" else None)
+    run(before(Feed, "count_bytes", signalled) if rank == "1" else None)
     run(in_step(3, leave_file)() if rank == "1" else None, save=folder / "file")
     run(None, save=folder / "time", exit_duration_in_mins=1e-6 if rank == "1" else 1000)
     is_test = before(Trainer, "evaluate", lambda self, split, *_: signalled() if split == "test" else None)

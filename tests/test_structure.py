@@ -31,7 +31,7 @@ LEVELS: list[set[str]] = [
     },
     {"preprocess", "data", "tensor_parallel", "data_parallel", "pipeline_parallel", "optim", "together", "watch"},
     {"model"},
-    {"metrics", "checkpoint", "divergence", "garbage", "determinism", "communication", "stopping"},
+    {"metrics", "checkpoint", "divergence", "garbage", "determinism", "communication", "stopping", "feed"},
     {"trainer", "description", "generate"},
     {"train", "dry_run", "launch", "convert", "bench", "demo", "cli", "__main__"},
 ]

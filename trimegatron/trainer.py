@@ -7,7 +7,7 @@ optimizer launch. docs/architecture.md follows a sample through it; docs/gradien
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 
@@ -20,14 +20,14 @@ from trimegatron.checkpoint.checkpoint import Progress
 from trimegatron.checkpoint.saver import Saver, take_snapshot
 from trimegatron.config import Config
 from trimegatron.config.schedule import Schedule
-from trimegatron.data.boundaries import DocumentBoundaries
 from trimegatron.data.build import Datasets
 from trimegatron.data.cyclic import SampleDataset
-from trimegatron.data.loader import Batch, build_loader
+from trimegatron.data.loader import Batch
 from trimegatron.data.record import DataRecord
 from trimegatron.data_parallel.buffer import ParameterBuffer
 from trimegatron.divergence import check_overflow
-from trimegatron.errors import ConfigError, DataError
+from trimegatron.errors import ConfigError
+from trimegatron.feed import Feed
 from trimegatron.garbage import GarbageCollection
 from trimegatron.mesh import Mesh
 from trimegatron.metrics import MetricsWriter
@@ -37,9 +37,6 @@ from trimegatron.optim.scaler import LossScaler
 from trimegatron.pipeline_parallel.engine import Engine
 from trimegatron.stopping import Stopping
 from trimegatron.tokenizer import Tokenizer
-
-LOOKED_AT = 256
-"""Samples searched for an end of a document before training; a few milliseconds."""
 
 
 @dataclass(frozen=True)
@@ -93,16 +90,10 @@ class Trainer:
         self.stopping = stopping
         self.saver = saver
         self.activity = activity
-        self.boundaries = DocumentBoundaries(
-            tokenizer.eod,
-            eod_mask_loss=config.data.eod_mask_loss,
-            reset_position_ids=config.data.reset_position_ids,
-            reset_attention_mask=config.data.reset_attention_mask,
-        )
+        self.feed = Feed(config, mesh=mesh, tokenizer=tokenizer, activity=activity)
+        self.loader = self.feed.loader
         self.garbage = GarbageCollection(config.training)
         self.a_save_failed = False
-        token_bytes = tokenizer.token_bytes()
-        self.token_bytes = None if token_bytes is None else torch.from_numpy(token_bytes).to(mesh.device)
 
     def train(self) -> int:
         """Train to ``train_iters``, or until something ends the run; evaluate and save on the way and at the end.
@@ -125,7 +116,8 @@ class Trainer:
                 return self.stopping.exit_code
         self.model.train()
         with self.garbage, closing(self.loader(self.datasets.train, progress.consumed_samples)) as batches:
-            self.look_for_boundaries(self.datasets.train)
+            if (note := self.feed.missing_boundaries(self.datasets.train)) is not None:
+                self.say(f"note: {note}")
             self.metrics.start_clock()
             while not self.is_finished():
                 self.step_and_report(batches)
@@ -216,7 +208,7 @@ class Trainer:
         all_tokens = num_samples * config.data.seq_length
         self.buffer.start(num_micro_batches)
         loss_sum, num_tokens = self.engine.run(
-            self.take(batches, num_micro_batches), backward_scale=self.scaler.scale / all_tokens
+            self.feed.take(batches, num_micro_batches), backward_scale=self.scaler.scale / all_tokens
         )
         self.activity.note("summing gradients")
         self.buffer.finish()
@@ -274,23 +266,15 @@ class Trainer:
             totals = torch.zeros(3, device=self.mesh.device, dtype=torch.float64)
             with closing(self.loader(dataset, first_sample)) as batches:
                 for _ in range(eval_iters):
-                    micro_batches = list(self.take(batches, config.num_micro_batches))
+                    micro_batches = list(self.feed.take(batches, config.num_micro_batches))
                     loss_sum, num_tokens = self.engine.run(micro_batches, backward_scale=None)
-                    totals += torch.stack([loss_sum, num_tokens, self.count_bytes(micro_batches)])
+                    totals += torch.stack([loss_sum, num_tokens, self.feed.count_bytes(micro_batches)])
             self.model.train()
             *sums, wishes = self.sum_over_ranks(replica=totals)
             loss, tokens, text_bytes = torch.stack(sums).tolist()
             self.heed(wishes.tolist())
             bits_per_byte = loss / math.log(2.0) / text_bytes if text_bytes > 0 else None
             self.metrics.evaluation(split, self.progress.iteration, loss / max(tokens, 1.0), bits_per_byte)
-
-    def count_bytes(self, batches: list[Batch]) -> torch.Tensor:
-        """Bytes of text in the labels that count; 0 where the tokenizer cannot say."""
-        total = torch.zeros((), device=self.mesh.device)
-        if self.token_bytes is not None:
-            for batch in batches:
-                total += (self.token_bytes[batch.labels] * batch.loss_mask).sum()
-        return total
 
     def save(self, *, must_succeed: bool = False) -> None:
         """Save a checkpoint of this moment."""
@@ -323,46 +307,6 @@ class Trainer:
         *stopping, failed = sums
         self.stopping.heed(stopping)
         self.a_save_failed |= failed > 0
-
-    def loader(self, dataset: SampleDataset, consumed_samples: int) -> Generator[Batch]:
-        """Micro-batches of this rank, from ``consumed_samples`` on."""
-        config = self.config
-        return build_loader(
-            dataset,
-            consumed_samples=consumed_samples,
-            micro_batch_size=config.training.micro_batch_size,
-            data_parallel_rank=self.mesh.data.rank,
-            data_parallel_size=self.mesh.data.size,
-            num_workers=config.data.num_workers,
-            boundaries=self.boundaries,
-            pin_memory=self.mesh.device.type == "cuda",
-        )
-
-    def look_for_boundaries(self, dataset: SampleDataset) -> None:
-        """Say so where the data does not look as if the options about ends of documents could do anything."""
-        if self.mesh.is_first_rank:
-            note = self.boundaries.missing_from(dataset[i] for i in range(min(len(dataset), LOOKED_AT)))
-            if note is not None:
-                self.say(f"note: {note}")
-
-    def take(self, batches: Iterator[Batch], num_micro_batches: int) -> Iterator[Batch]:
-        """This rank's micro-batches of one global batch, on the device.
-
-        Raises:
-            DataError: an id is none of the vocabulary: looked up, it would be another rank's row or nobody's.
-        """
-        vocab_size = self.config.model.vocab_size
-        for _ in range(num_micro_batches):
-            self.activity.note("reading data")
-            batch = next(batches)
-            largest = int(max(batch.tokens.max(), batch.labels.max()))
-            if vocab_size is not None and largest >= vocab_size:
-                raise DataError(
-                    f"{' '.join(self.config.data.data_path)} holds the token id {largest}, but the vocabulary has "
-                    f"{vocab_size} words. Was it preprocessed with another tokenizer?"
-                )
-            self.activity.note("forward and backward passes" if torch.is_grad_enabled() else "evaluation")
-            yield batch.to(self.mesh.device)
 
     def sum_over_ranks(
         self, *, replica: Iterable[torch.Tensor] = (), own: Iterable[torch.Tensor] = ()

@@ -14,6 +14,7 @@ from tests.parallel import run_ranks
 from tests.runs import read_metrics, tiny_flags, train_each, write_corpus
 from trimegatron import train
 from trimegatron.errors import ConfigError, DataError
+from trimegatron.feed import Feed
 from trimegatron.mesh import init_mesh
 from trimegatron.model.gpt import GPTStage
 from trimegatron.trainer import Trainer
@@ -32,7 +33,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def word_tables(flags: list[str]) -> list[torch.Tensor]:
     """Train; this rank's word table with its moments and master weights."""
     trained: list[Trainer] = []
-    train_, Trainer.train = Trainer.train, lambda self: (train_(self), trained.append(self))  # type: ignore
+    train_, Trainer.train = Trainer.train, lambda self: (train_(self), trained.append(self))[0]  # type: ignore
     assert train.main(flags) == 0
     (trainer,) = trained
     optimizer, (piece,) = trainer.optimizer, [piece for piece in trainer.buffer.slices if piece.name == WORDS]
@@ -112,14 +113,14 @@ def failing(flags: list[str], kind: str, failing_rank: int) -> list[Any]:
             raise error
 
     if kind == "data":
-        take = Trainer.take
+        take = Feed.take
 
-        def taken(self: Trainer, batches: Any) -> Any:
-            for batch in take(self, batches):
+        def taken(self: Feed, batches: Any, num_micro_batches: int) -> Any:
+            for batch in take(self, batches, num_micro_batches):
                 fail_at_fifth(self.mesh.world.rank, DataError("the data is broken"))
                 yield batch
 
-        Trainer.take = taken  # type: ignore[method-assign]
+        Feed.take = taken  # type: ignore[method-assign]
     else:
         forward = GPTStage.forward
 
@@ -133,13 +134,17 @@ def failing(flags: list[str], kind: str, failing_rank: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("rank", [0, 3])
-def test_one_ranks_error_ends_all_with_one_message(rank: int, corpus: Path, capfd: pytest.CaptureFixture[str]):
+@pytest.mark.parametrize("is_interleaved", [False, True])
+def test_one_ranks_error_ends_all_with_one_message(
+    is_interleaved: bool, rank: int, corpus: Path, capfd: pytest.CaptureFixture[str]
+):
     """It alone meets the error: rank 3, the last stage of the second replica, or rank 0, which holds the store."""
-    results = run_ranks(4, failing, tiny_flags(corpus, **PP2), "data", rank)
+    chunks = {"num_layers": 4, "num_layers_per_virtual_pipeline_stage": 1} if is_interleaved else {}
+    results = run_ranks(4, failing, tiny_flags(corpus, **PP2, **chunks), "data", rank)
     assert [code for code, _ in results] == [3] * 4
     assert all(seconds < 20 for _, seconds in results)
     error = capfd.readouterr().err
-    assert error.count("the data is broken") == 1 and "Traceback" not in error
+    assert error.count("the data is broken") == 1 and "Traceback" not in error and "Schedule" not in error
 
 
 @pytest.mark.parametrize("stage", [0, 1])
