@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,14 +50,42 @@ def test_an_exception(corpus: Path, capfd: pytest.CaptureFixture):
     assert "error: rank 1, iteration 1, summing gradients: ValueError: boom" in err
 
 
+def forked(function: Callable[[int, int, list[str]], None], flags: list[str]) -> list[int | None]:
+    """The exit codes of two ranks that may not come to an end of their own."""
+    port, context = free_port(), multiprocessing.get_context("fork")
+    ranks = [context.Process(target=function, args=(rank, port, flags)) for rank in (0, 1)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(50)
+    return [process.exitcode for process in ranks]
+
+
+def set_environment(rank: int, port: int) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+def killed(rank: int, port: int, flags: list[str]) -> None:
+    """Rank 0, which holds the store, is killed in its first step."""
+    set_environment(rank, port)
+    if rank == 0:
+        Trainer.train_step = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore
+    sys.exit(train.main(flags))
+
+
+def test_the_rank_with_the_store_is_killed(corpus: Path, capfd: pytest.CaptureFixture):
+    assert forked(killed, tiny_flags(corpus)) == [-signal.SIGKILL, 1]
+    assert "trimegatron train: error: rank 1, iteration 1, " in capfd.readouterr().err
+
+
 def take_a_nap() -> None:
     time.sleep(60)
 
 
 def hang(rank: int, port: int, flags: list[str]) -> None:
     """Rank 1 sleeps in its fourth step, while rank 0 waits for its gradients."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    set_environment(rank, port)
     step = Trainer.train_step
 
     def slow_step(self: Trainer, batches: Any) -> Any:
@@ -67,15 +98,8 @@ def hang(rank: int, port: int, flags: list[str]) -> None:
 
 
 def test_a_hang(corpus: Path, capfd: pytest.CaptureFixture):
-    started, port = time.monotonic(), free_port()
-    flags = tiny_flags(corpus, hang_timeout_in_mins=0.05)
-    context = multiprocessing.get_context("fork")
-    ranks = [context.Process(target=hang, args=(rank, port, flags)) for rank in (0, 1)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(50)
-    assert [process.exitcode for process in ranks] == [1, 1]
+    started = time.monotonic()
+    assert forked(hang, tiny_flags(corpus, hang_timeout_in_mins=0.05)) == [1, 1]
     assert time.monotonic() - started < 40
     err = capfd.readouterr().err
     (line,) = (line for line in err.splitlines() if "trimegatron train: error: " in line)

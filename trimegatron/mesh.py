@@ -10,6 +10,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -104,12 +105,13 @@ class Mesh:
         mine = f"{exit_code} {self.world.rank}"
         try:
             first = store.compare_set(FAILURE, "", mine).decode()
+        except RuntimeError:  # the rank that held the store is gone, and may have been killed before it could speak
+            return True, exit_code
+        with suppress(RuntimeError):
             store.add(KNOWING, 1)
-        except RuntimeError:  # the rank that held the store is gone; it spoke before it went
-            return False, exit_code
         return first == mine, int(first.split()[0])
 
-    def wait_until_known(self, seconds: float = 3.0) -> None:
+    def wait_until_known(self, seconds: float = 20.0) -> None:
         """Keep the store, where this rank holds it, until the others know that the run has failed, or for ``seconds``.
 
         Under torchrun its agent holds the store, and ends the others.

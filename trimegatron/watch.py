@@ -113,6 +113,7 @@ class Watch:
             return
         self._failed_at = self._failed_at or time.monotonic()
         if time.monotonic() - self._failed_at > GRACE and not self._is_over.is_set():
+            self.mesh.report_failure(code, store)  # the rank that holds the store waits for this
             self.end(code)
 
     def _end_hang(self, store: dist.Store) -> None:
