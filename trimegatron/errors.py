@@ -30,6 +30,12 @@ class CheckpointError(UserError):
     exit_code = 4
 
 
+class StoppedError(UserError):
+    """A signal came before there was anything to save; or another rank was told so."""
+
+    exit_code = 143
+
+
 class DivergedError(UserError):
     """Training diverged (NaN, or the loss scale at its minimum) beyond what the options allow."""
 

@@ -1,20 +1,29 @@
 """``trimegatron train [--nproc-per-node N] FLAGS``: training through torch's own launcher.
 
-What it adds to bare torchrun: the configuration is checked before a process starts, a failure is printed once, and
-the worker's exit code is passed on.
+What it adds to bare torchrun: the configuration is checked before a process starts, a failure is printed once, the
+worker's exit code is passed on, and a signal is passed on to the workers, which get all the time they need to save.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
 
 from trimegatron.config import parse_train_args
 from trimegatron.errors import ConfigError
 
 PROCESSES_FLAG = ("--nproc-per-node", "--nproc_per_node")
+PASSED_ON = ("SIGTERM", "SIGUSR1", "SIGUSR2")
+"""Signals that the workers are to answer; of the others torch's launcher takes care."""
+PROC = Path("/proc")
+"""Where Linux tells of processes. Elsewhere a signal ends the launcher and, after 30 s, its workers, as torchrun."""
 
 
 def main(argv: list[str]) -> int:
@@ -27,7 +36,8 @@ def main(argv: list[str]) -> int:
 
         return train.main(flags)
     parse_train_args(flags, world_size=num_processes)
-    return launch(num_processes, flags)
+    with passing_signals_on():
+        return launch(num_processes, flags)
 
 
 def take_num_processes(argv: list[str]) -> tuple[int, list[str]]:
@@ -64,6 +74,7 @@ def launch(num_processes: int, flags: list[str]) -> int:
         rdzv_endpoint="localhost:0",
         max_restarts=0,
         monitor_interval=0.1,
+        signals_to_handle="SIGINT,SIGHUP,SIGQUIT" if PROC.is_dir() else "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
     )
     try:
         elastic_launch(launcher, sys.executable)("-m", "trimegatron.train", *flags)
@@ -76,3 +87,39 @@ def launch(num_processes: int, flags: list[str]) -> int:
         print(f"trimegatron train: stopped by signal {error.sigval.name}", file=sys.stderr)
         return 128 + error.sigval
     return 0
+
+
+@contextmanager
+def passing_signals_on() -> Iterator[None]:
+    """While it is entered, signals to this process go to its children, and it goes on waiting for them."""
+    if not PROC.is_dir():
+        yield
+        return
+
+    def pass_on(number: int, _: FrameType | None) -> None:
+        for pid in children_of(os.getpid()):
+            try:
+                os.kill(pid, number)
+            except ProcessLookupError:
+                continue  # it has ended meanwhile
+
+    before = {name: signal.signal(signal.Signals[name], pass_on) for name in PASSED_ON}
+    try:
+        yield
+    finally:
+        for name, handler in before.items():
+            signal.signal(signal.Signals[name], handler)
+
+
+def children_of(parent: int) -> list[int]:
+    """The processes that ``parent`` has started and that have not ended, by Linux's /proc."""
+    found = []
+    for entry in PROC.iterdir():
+        if entry.name.isdecimal():
+            try:
+                state, ppid = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+            except OSError:
+                continue  # it has ended meanwhile
+            if int(ppid) == parent and state != "Z":
+                found.append(int(entry.name))
+    return found

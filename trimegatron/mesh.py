@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import os
 import time
+import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-FAILURE = "trimegatron/exit code of a failed rank"
+FAILURE = "trimegatron/exit code and number of the first rank that failed"
 KNOWING = "trimegatron/number of ranks that know of it"
 
 
@@ -51,6 +53,8 @@ class Mesh:
     """The ranks that hold one replica of the model: pipeline × tensor."""
     embedding: Axis = Axis()
     """The two stages that hold the tied word table, first and last; size 1 everywhere else."""
+    saving: Axis = Axis()
+    """All ranks, over a group of its own: what ``--async-save`` talks through while training talks."""
     store: dist.Store | None = None
 
     @property
@@ -72,12 +76,13 @@ class Mesh:
             self.store.set(key, answer())
         return self.store.get(key).decode()
 
-    def gather(self, value: Any) -> list[Any]:
-        """Each rank's ``value``, on every rank."""
-        if self.world.group is None:
+    def gather(self, value: Any, over: Axis | None = None) -> list[Any]:
+        """Each rank's ``value``, on every rank; ``over`` is ``world`` or ``saving``."""
+        over = over or self.world
+        if over.group is None:
             return [value]
-        values: list[Any] = [None] * self.world.size
-        dist.all_gather_object(values, value, group=self.world.group)
+        values: list[Any] = [None] * over.size
+        dist.all_gather_object(values, value, group=over.group)
         return values
 
     def maximum(self, value: float) -> float:
@@ -88,22 +93,30 @@ class Mesh:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.world.group)
         return largest.item()
 
-    def report_failure(self, exit_code: int) -> bool:
-        """Leave word that this rank fails; True for the first one, which is to say why."""
-        if self.store is None:
-            return True
-        try:
-            self.store.set(FAILURE, str(exit_code))
-            return self.store.add(KNOWING, 1) == 1
-        except RuntimeError:  # the rank that held the store is gone; it spoke before it went
-            return False
+    def report_failure(self, exit_code: int, store: dist.Store | None = None) -> tuple[bool, int]:
+        """Leave word that this rank fails.
 
-    def wait_until_known(self, seconds: float = 3.0) -> None:
+        Returns:
+            Whether it is the first one, which is to say why; and the first one's exit code, with which all leave.
+        """
+        store = store or self.store
+        if store is None:
+            return True, exit_code
+        mine = f"{exit_code} {self.world.rank}"
+        try:
+            first = store.compare_set(FAILURE, "", mine).decode()
+        except RuntimeError:  # the rank that held the store is gone, and may have been killed before it could speak
+            return True, exit_code
+        with suppress(RuntimeError):
+            store.add(KNOWING, 1)
+        return first == mine, int(first.split()[0])
+
+    def wait_until_known(self, seconds: float = 20.0) -> None:
         """Keep the store, where this rank holds it, until the others know that the run has failed, or for ``seconds``.
 
         Under torchrun its agent holds the store, and ends the others.
         """
-        if self.store is None or not self.is_first_rank or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        if self.store is None or not self.is_first_rank or has_agent_store():
             return
         until = time.monotonic() + seconds
         while self.store.add(KNOWING, 0) < self.world.size and time.monotonic() < until:
@@ -114,16 +127,9 @@ class Mesh:
         group goes."""
         return Mesh(self.device, Axis(self.world.size, self.world.rank), store=self.store)
 
-    def failure_elsewhere(self) -> int | None:
-        """The exit code of a rank that failed before this one's collective broke, or None."""
-        try:
-            if self.store is None or not self.store.check([FAILURE]):
-                return None
-            exit_code = int(self.store.get(FAILURE))
-            self.store.add(KNOWING, 1)
-            return exit_code
-        except RuntimeError:  # the store went with its host
-            return None
+    def failure_code(self, store: dist.Store) -> int | None:
+        """The exit code of the first rank that has failed, or None."""
+        return int(store.get(FAILURE).split()[0]) if store.check([FAILURE]) else None
 
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -179,6 +185,7 @@ def init_mesh(
     pipeline_parallel_size: int = 1,
     backend: str | None = None,
     timeout_minutes: float = 10,
+    async_save: bool = False,
 ) -> Mesh:
     """Join the process group that torchrun's environment describes and cut it into (pipeline, data, tensor).
 
@@ -197,15 +204,61 @@ def init_mesh(
         backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     store, rank, world_size = next(dist.rendezvous("env://"))
     store.set_timeout(timedelta(minutes=timeout_minutes))
+    if has_agent_store():
+        store = store_of_this_start(store, rank, world_size, timeout_minutes * 60.0)
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(minutes=timeout_minutes)
     )
-    return cut_mesh(
+    mesh = cut_mesh(
         device,
         tensor_parallel_size=tensor_parallel_size,
         pipeline_parallel_size=pipeline_parallel_size,
         store=store,
     )
+    if async_save:
+        mesh = replace(mesh, saving=Axis(world_size, rank, dist.new_group(backend="gloo")))
+    return mesh
+
+
+def has_agent_store() -> bool:
+    """Whether torchrun's agent holds the store, not the first rank."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def store_of_this_start(store: dist.Store, rank: int, world_size: int, timeout: float) -> dist.Store:
+    """A part of ``store`` that holds nothing yet.
+
+    An agent's store outlives the ranks that it starts again: they would find the addresses and messages of those that
+    are gone. How often it has started them differs from node to node, so the first rank draws a name. What a rank
+    before may have left in the store is told from what one of now says by a token of each, and an answer to it.
+
+    Raises:
+        RuntimeError: some ranks did not come.
+    """
+    name = uuid.uuid4().hex
+    until = time.monotonic() + timeout
+
+    def wait() -> None:
+        if time.monotonic() > until:
+            raise RuntimeError(f"rank {rank} has waited {timeout:.0f} s for other ranks to start")
+        time.sleep(0.02)
+
+    if rank == 0:
+        answered: dict[int, bytes] = {}
+        while store.add(f"{name}/came", 0) < world_size - 1:
+            for other in range(1, world_size):
+                key = f"trimegatron/token of rank {other}"
+                if store.check([key]) and (token := store.get(key)) != answered.get(other):
+                    answered[other] = token
+                    store.set(f"{token.decode()}/name", name)
+            wait()
+    else:
+        store.set(f"trimegatron/token of rank {rank}", name)
+        while not store.check([f"{name}/name"]):
+            wait()
+        name = store.get(f"{name}/name").decode()
+        store.add(f"{name}/came", 1)
+    return dist.PrefixStore(name, store)
 
 
 def cut_mesh(
@@ -230,7 +283,7 @@ def cut_mesh(
     embedding = Axis()
     if pipeline_parallel_size > 1:
         embedding = _axis_of(rank, ranks[[0, -1]].flatten(1).t().tolist())
-    return Mesh(device, world, axis("pp"), axis("dp"), axis("tp"), model, embedding, store)
+    return Mesh(device, world, axis("pp"), axis("dp"), axis("tp"), model, embedding, store=store)
 
 
 def _axis_of(rank: int, groups: list[list[int]]) -> Axis:

@@ -14,14 +14,16 @@ from typing import Generic, TypeVar
 
 import torch.distributed as dist
 
-from trimegatron.errors import CheckpointError, ConfigError, DataError, UserError
+from trimegatron.errors import CheckpointError, ConfigError, DataError, StoppedError, UserError
 from trimegatron.mesh import Mesh
 
 T = TypeVar("T")
 POLL_SECONDS = 0.2
 REMIND_SECONDS = 60.0
 FAREWELL_SECONDS = 10.0
-_KINDS: dict[str, type[UserError]] = {kind.__name__: kind for kind in (ConfigError, DataError, CheckpointError)}
+_KINDS: dict[str, type[UserError]] = {
+    kind.__name__: kind for kind in (ConfigError, DataError, CheckpointError, StoppedError)
+}
 
 
 def on_every_rank(mesh: Mesh, work: Callable[[], T], *, what: str, say: Callable[[str], None]) -> T:
@@ -35,10 +37,11 @@ def on_every_rank(mesh: Mesh, work: Callable[[], T], *, what: str, say: Callable
 
     Raises:
         UserError: the first one that any rank met.
+        RuntimeError: another rank has failed at something else.
     """
     if mesh.store is None or mesh.world.size == 1:
         return work()
-    return _Vigil(mesh.store, mesh.world.rank, mesh.world.size, what, say).run(_Task(work))
+    return _Vigil(mesh, mesh.store, what, say).run(_Task(work))
 
 
 class _Task(threading.Thread, Generic[T]):
@@ -60,12 +63,21 @@ class _Task(threading.Thread, Generic[T]):
 class _Vigil:
     """One rank's watch over its own work and the others', through the store alone."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int, what: str, say: Callable[[str], None]) -> None:
-        self.store, self.rank, self.size, self.what, self.say = store, rank, size, what, say
+    def __init__(self, mesh: Mesh, store: dist.Store, what: str, say: Callable[[str], None]) -> None:
+        self.mesh, self.store, self.what, self.say = mesh, store, what, say
+        self.rank, self.size = mesh.world.rank, mesh.world.size
         self.key = f"trimegatron/together/{what}"
+        self.has_left = False
 
     def run(self, task: _Task[T]) -> T:
         task.start()
+        try:
+            return self._watch(task)
+        except StoppedError as error:  # a signal met this thread
+            self._fail(error)
+            raise
+
+    def _watch(self, task: _Task[T]) -> T:
         is_done, started = False, time.monotonic()
         reminded = started
         while self.store.add(f"{self.key}/done", 0) < self.size:
@@ -99,6 +111,8 @@ class _Vigil:
 
     def _check_others(self) -> None:
         if not self.store.check([f"{self.key}/error"]):
+            if self.mesh.failure_code(self.store) is not None:
+                raise RuntimeError("another rank has failed elsewhere")
             return
         kind, text = json.loads(self.store.get(f"{self.key}/error"))
         self._leave()
@@ -107,6 +121,9 @@ class _Vigil:
 
     def _leave(self) -> None:
         """Rank 0 goes last: it may hold the store, and with it gone the others could not even see that all are done."""
+        if self.has_left:
+            return
+        self.has_left = True
         if self.rank > 0:
             self.store.add(f"{self.key}/left", 1)
             return

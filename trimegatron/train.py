@@ -15,16 +15,18 @@ from pathlib import Path
 
 import torch
 
+from trimegatron.activity import Activity
 from trimegatron.checkpoint.checkpoint import Progress, load_checkpoint
 from trimegatron.checkpoint.directory import checkpoints
 from trimegatron.checkpoint.resume import find_load, is_save_folder, resume_schedule
-from trimegatron.config import Config, read_train_args
+from trimegatron.checkpoint.saver import Saver
+from trimegatron.config import Config, ExplainedConfig, read_train_args
 from trimegatron.data.build import Datasets, build_datasets
 from trimegatron.data.record import DataRecord
 from trimegatron.data_parallel.buffer import ParameterBuffer
 from trimegatron.description import describe
 from trimegatron.determinism import make_deterministic
-from trimegatron.errors import ConfigError, UserError
+from trimegatron.errors import ConfigError, StoppedError, UserError
 from trimegatron.mesh import Mesh, close_mesh, init_mesh, launched_world_size, select_device
 from trimegatron.metrics import Interval, MetricsWriter
 from trimegatron.model.build import build_model, model_spec, wait_for_parameters
@@ -32,10 +34,12 @@ from trimegatron.model.gpt import GPTChunks
 from trimegatron.optim.adamw import FlatAdamW
 from trimegatron.optim.scaler import DynamicLossScaler, LossScaler
 from trimegatron.pipeline_parallel.engine import Engine
+from trimegatron.stopping import SignalTrap, Stopping
 from trimegatron.tensor_parallel.embedding import padded_vocab_size
 from trimegatron.together import on_every_rank
 from trimegatron.tokenizer import Tokenizer, build_tokenizer
 from trimegatron.trainer import Trainer
+from trimegatron.watch import Watch, prepare_flight_record
 
 Say = Callable[[str], None]
 """Prints a line on the first rank; on the others it does nothing."""
@@ -44,78 +48,109 @@ Say = Callable[[str], None]
 def main(argv: list[str] | None = None) -> int:
     """Train; returns the exit code (docs/interface.md). Of several ranks with the same error one speaks."""
     mesh: Mesh | None = None
-    try:
-        command = read_train_args(sys.argv[1:] if argv is None else argv, world_size=launched_world_size())
-        if command.explain:
-            if is_first_of_node():
-                print(command.text(), end="")
-            return 0
-        if command.dry_run:
-            from trimegatron.dry_run import dry_run  # it builds what this module builds
+    activity = Activity()
+    with SignalTrap() as trap:
+        try:
+            command = read_train_args(sys.argv[1:] if argv is None else argv, world_size=launched_world_size())
+            if command.explain:
+                if is_first_of_node():
+                    print(command.text(), end="")
+                return 0
+            if command.dry_run:
+                from trimegatron.dry_run import dry_run  # it builds what this module builds
 
-            dry_run(command)
-            return 0
-        config = command.config
-        tokenizer = build_tokenizer(
-            config.data.tokenizer_type,
-            vocab_file=config.data.vocab_file,
-            merge_file=config.data.merge_file,
-            tokenizer_model=config.data.tokenizer_model,
-            vocab_size=config.model.vocab_size,
-        )
-        config = with_vocab_size(config, tokenizer)
-        check_outputs(config)
-        device = select_device(config.training.device)
-        check_kernels(config, device)
-        set_threads(device)
-        notes = list(command.notes)
-        if config.training.deterministic_mode:
-            notes.append(make_deterministic(device))
-        mesh = init_mesh(
-            device,
-            tensor_parallel_size=config.parallel.tensor_model_parallel_size,
-            pipeline_parallel_size=config.parallel.pipeline_model_parallel_size,
-            backend=config.parallel.distributed_backend,
-            timeout_minutes=config.parallel.distributed_timeout_minutes,
-        )
-        say: Say = partial(print, flush=True) if mesh.is_first_rank else _silent
-        for note in notes:
-            say(f"note: {note}")
-        run(config, mesh, tokenizer, say)
-        return 0
-    except (UserError, OSError) as error:
-        exit_code = error.exit_code if isinstance(error, UserError) else 1
-        # Until the mesh is there every rank meets the same error, unless nodes differ: the first of each node speaks.
-        if mesh.report_failure(exit_code) if mesh is not None else is_first_of_node():
-            print(f"trimegatron train: error: {error}", file=sys.stderr, flush=True)
-    except Exception:  # nobody foresaw it; or a collective broke because another rank failed, which has said why
-        if mesh is None:
-            raise
-        exit_code_elsewhere = mesh.failure_elsewhere()
-        exit_code = 1 if exit_code_elsewhere is None else exit_code_elsewhere
-        if exit_code_elsewhere is None:
-            mesh.report_failure(exit_code)
-            traceback.print_exc()
-    finally:
-        close_mesh()
-    if mesh is not None:
-        # Here nothing of the run is left but the mesh. Without the groups too, what others wait in breaks.
-        mesh = mesh.without_groups()
-        gc.collect()
-        mesh.wait_until_known()
-    return exit_code
+                dry_run(command)
+                return 0
+            if command.config.training.exit_signal is not None:
+                trap.add(command.config.training.exit_signal)
+            config, tokenizer, device, notes = prepare(command)
+            mesh = join(config, device)
+            say: Say = partial(print, flush=True) if mesh.is_first_rank else _silent
+            for note in notes:
+                say(f"note: {note}")
+            with watch(config, mesh, activity):
+                return run(config, mesh, tokenizer, say, trap, activity)
+        except (UserError, OSError) as error:
+            exit_code = error.exit_code if isinstance(error, UserError) else 1
+            speaks = is_first_of_node()  # until the mesh is there every rank meets the same error, unless nodes differ
+            if mesh is not None:
+                speaks, exit_code = mesh.report_failure(exit_code)
+            if speaks:
+                kind = "" if isinstance(error, StoppedError) else "error: "
+                print(f"trimegatron train: {kind}{error}", file=sys.stderr, flush=True)
+        except Exception as error:  # nobody foresaw it; or a collective broke because another rank failed
+            if mesh is None:
+                raise
+            speaks, exit_code = mesh.report_failure(1)
+            if speaks:
+                traceback.print_exc()
+                where = f"rank {mesh.world.rank}, {activity}"
+                print(
+                    f"trimegatron train: error: {where}: {type(error).__name__}: {error}", file=sys.stderr, flush=True
+                )
+        finally:
+            close_mesh()
+        if mesh is not None:
+            # Here nothing of the run is left but the mesh. Without the groups too, what others wait in breaks.
+            mesh = mesh.without_groups()
+            gc.collect()
+            mesh.wait_until_known()
+        return exit_code
 
 
-def run(config: Config, mesh: Mesh, tokenizer: Tokenizer, say: Say) -> None:
-    """Build everything the configuration asks for, and train."""
+def prepare(command: ExplainedConfig) -> tuple[Config, Tokenizer, torch.device, list[str]]:
+    """What a rank can do alone: the configuration with the tokenizer's vocabulary, the tokenizer, the device, notes."""
+    config = command.config
+    tokenizer = build_tokenizer(
+        config.data.tokenizer_type,
+        vocab_file=config.data.vocab_file,
+        merge_file=config.data.merge_file,
+        tokenizer_model=config.data.tokenizer_model,
+        vocab_size=config.model.vocab_size,
+    )
+    config = with_vocab_size(config, tokenizer)
+    check_outputs(config)
+    device = select_device(config.training.device)
+    check_kernels(config, device)
+    set_threads(device)
+    notes = list(command.notes)
+    if config.training.deterministic_mode:
+        notes.append(make_deterministic(device))
+    return config, tokenizer, device, notes
+
+
+def join(config: Config, device: torch.device) -> Mesh:
+    """The mesh of all ranks."""
+    if device.type == "cuda":
+        prepare_flight_record()
+    return init_mesh(
+        device,
+        tensor_parallel_size=config.parallel.tensor_model_parallel_size,
+        pipeline_parallel_size=config.parallel.pipeline_model_parallel_size,
+        backend=config.parallel.distributed_backend,
+        timeout_minutes=config.parallel.distributed_timeout_minutes,
+        async_save=config.checkpoint.async_save,
+    )
+
+
+def watch(config: Config, mesh: Mesh, activity: Activity) -> Watch:
+    """The thread that ends this rank when the run is over without it."""
+    save = config.checkpoint.save
+    limit = config.parallel.hang_timeout_in_mins * 60.0
+    return Watch(mesh, activity, limit=limit, folder=Path(save) if save else None)
+
+
+def run(config: Config, mesh: Mesh, tokenizer: Tokenizer, say: Say, trap: SignalTrap, activity: Activity) -> int:
+    """Build everything the configuration asks for, and train; returns the exit code."""
     found = mesh.decide("which checkpoint to load", lambda: str(find_load(config, say) or ""))
     checkpoint = Path(found) if found else None
-    trainer = build_trainer(config, mesh, tokenizer, checkpoint, say)
+    trainer = build_trainer(config, mesh, tokenizer, checkpoint, say, trap=trap, activity=activity)
+    trap.is_starting = False
     try:
         if config.training.skip_train:
             trainer.evaluate_only()
-        else:
-            trainer.train()
+            return 0
+        return trainer.train()
     finally:
         trainer.metrics.close()
 
@@ -128,11 +163,16 @@ def build_trainer(
     say: Say,
     *,
     data: tuple[Datasets, DataRecord] | None = None,
+    trap: SignalTrap | None = None,
+    activity: Activity | None = None,
 ) -> Trainer:
     """The trainer, at the start of the run or where ``checkpoint`` left it; on ``data`` in place of the files'."""
+    activity = activity or Activity()
+    activity.note("preparing the data")
     datasets, data_record = data or on_every_rank(
         mesh, lambda: build_datasets(config, mesh.data.size, say), what="preparing the data", say=say
     )
+    activity.note("building the model")
     model = build_model(config, mesh)
     buffer = build_buffer(config, model, mesh)
     optimizer = FlatAdamW(
@@ -147,6 +187,7 @@ def build_trainer(
     interval = Interval()
     schedule = config.schedule
     if checkpoint is not None:
+        activity.note("loading the checkpoint")
         with_optimizer = not (config.checkpoint.finetune or config.checkpoint.no_load_optim)
         state = load_checkpoint(
             checkpoint, config=config, optimizer=optimizer, mesh=mesh, with_optimizer=with_optimizer
@@ -181,9 +222,12 @@ def build_trainer(
         metrics=metrics,
         progress=progress,
         data_record=data_record,
+        stopping=Stopping(config, looks_for_file=mesh.is_first_rank, trap=trap or SignalTrap(), say=say),
+        saver=Saver(config, tokenizer=tokenizer, mesh=mesh, activity=activity, say=say),
+        activity=activity,
     )
     if checkpoint is not None and progress.iteration > 0 and is_save_folder(config, checkpoint.parent):
-        trainer.saved_at = progress.iteration
+        trainer.saver.saved_at = progress.iteration
     return trainer
 
 

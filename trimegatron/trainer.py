@@ -7,27 +7,27 @@ optimizer launch. docs/architecture.md follows a sample through it; docs/gradien
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from trimegatron.checkpoint.checkpoint import Progress, save_checkpoint
+from trimegatron.activity import Activity
+from trimegatron.checkpoint.checkpoint import Progress
+from trimegatron.checkpoint.saver import Saver, take_snapshot
 from trimegatron.config import Config
 from trimegatron.config.schedule import Schedule
-from trimegatron.data.boundaries import DocumentBoundaries
 from trimegatron.data.build import Datasets
 from trimegatron.data.cyclic import SampleDataset
-from trimegatron.data.loader import Batch, build_loader
+from trimegatron.data.loader import Batch
 from trimegatron.data.record import DataRecord
 from trimegatron.data_parallel.buffer import ParameterBuffer
 from trimegatron.divergence import check_overflow
-from trimegatron.errors import ConfigError, DataError
+from trimegatron.errors import ConfigError
+from trimegatron.feed import Feed
 from trimegatron.garbage import GarbageCollection
 from trimegatron.mesh import Mesh
 from trimegatron.metrics import MetricsWriter
@@ -35,10 +35,8 @@ from trimegatron.optim.adamw import FlatAdamW
 from trimegatron.optim.gradients import clip_factor, squared_norms
 from trimegatron.optim.scaler import LossScaler
 from trimegatron.pipeline_parallel.engine import Engine
+from trimegatron.stopping import Stopping
 from trimegatron.tokenizer import Tokenizer
-
-LOOKED_AT = 256
-"""Samples searched for an end of a document before training; a few milliseconds."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +70,9 @@ class Trainer:
         metrics: MetricsWriter,
         progress: Progress,
         data_record: DataRecord,
+        stopping: Stopping,
+        saver: Saver,
+        activity: Activity,
     ):
         self.config = config
         self.mesh = mesh
@@ -86,32 +87,37 @@ class Trainer:
         self.metrics = metrics
         self.progress = progress
         self.data_record = data_record
-        self.boundaries = DocumentBoundaries(
-            tokenizer.eod,
-            eod_mask_loss=config.data.eod_mask_loss,
-            reset_position_ids=config.data.reset_position_ids,
-            reset_attention_mask=config.data.reset_attention_mask,
-        )
+        self.stopping = stopping
+        self.saver = saver
+        self.activity = activity
+        self.feed = Feed(config, mesh=mesh, tokenizer=tokenizer, activity=activity)
+        self.loader = self.feed.loader
         self.garbage = GarbageCollection(config.training)
-        self.started = time.monotonic()
-        self.saved_at: int | None = None
-        token_bytes = tokenizer.token_bytes()
-        self.token_bytes = None if token_bytes is None else torch.from_numpy(token_bytes).to(mesh.device)
+        self.a_save_failed = False
 
-    def train(self) -> None:
-        """Train to ``train_iters``, or until an exit condition; evaluate and save on the way and at the end."""
+    def train(self) -> int:
+        """Train to ``train_iters``, or until something ends the run; evaluate and save on the way and at the end.
+
+        Returns:
+            The exit code: 0, or that of a run that a signal or the stop file has ended.
+
+        Raises:
+            CheckpointError: the last save failed; or an earlier one, with ``--on-save-error stop``.
+        """
         config, progress = self.config, self.progress
-        training, save = config.training, config.checkpoint.save
+        training = config.training
         if self.is_finished():
             self.say(f"nothing is left to train: iteration {progress.iteration} of {training.train_iters} is reached")
-            if save and self.saved_at != progress.iteration:
-                self.save()
-            return
+            self.save_the_end()
+            return 0
         if training.eval_at_start and progress.iteration == 0:
             self.validate()
+            if self.stopping.is_asked and self.stopping.stops_at(0):  # there is nothing to save
+                return self.stopping.exit_code
         self.model.train()
         with self.garbage, closing(self.loader(self.datasets.train, progress.consumed_samples)) as batches:
-            self.look_for_boundaries(self.datasets.train)
+            if (note := self.feed.missing_boundaries(self.datasets.train)) is not None:
+                self.say(f"note: {note}")
             self.metrics.start_clock()
             while not self.is_finished():
                 self.step_and_report(batches)
@@ -119,17 +125,22 @@ class Trainer:
                 if training.eval_iters > 0 and progress.iteration % training.eval_interval == 0:
                     with self.garbage.around_evaluation():
                         self.validate()
-                if save and progress.iteration % (config.checkpoint.save_interval or training.train_iters) == 0:
+                if self.a_save_failed:
+                    self.saver.wait()
+                if config.checkpoint.save and progress.iteration % (config.checkpoint.save_interval or 1) == 0:
                     self.save()
-                if self.should_exit():
+                if self.stopping.stops_at(progress.iteration):
                     break
         self.buffer.wait_for_params()  # what the last update still sends
-        if save and self.saved_at != progress.iteration:
-            self.save()
-        if self.is_finished() and training.eval_iters > 0:
+        self.save_the_end()
+        if not self.is_finished():
+            self.stopping.take_file_away()
+            return self.stopping.exit_code
+        if training.eval_iters > 0:
             if progress.iteration % training.eval_interval != 0:  # else it was just evaluated
                 self.validate()
             self.evaluate("test", self.datasets.test, window=0)
+        return 0
 
     def evaluate_only(self) -> None:
         """``--skip-train``: the losses that a training run measures at this iteration.
@@ -154,21 +165,10 @@ class Trainer:
             return progress.consumed_samples + self.batch_size > training.train_samples
         return progress.iteration >= training.train_iters
 
-    def should_exit(self) -> bool:
-        """Whether ``--exit-interval`` or ``--exit-duration-in-mins`` ends the run here: one answer for all ranks."""
-        training, iteration = self.config.training, self.progress.iteration
-        if training.exit_interval is not None and iteration % training.exit_interval == 0:
-            self.say(f"--exit-interval {training.exit_interval}: stopping at iteration {iteration}")
-            return True
-        minutes = training.exit_duration_in_mins
-        if minutes is not None and self.mesh.maximum(time.monotonic() - self.started) > minutes * 60.0:
-            self.say(f"--exit-duration-in-mins {minutes}: stopping at iteration {iteration}")
-            return True
-        return False
-
     def step_and_report(self, batches: Iterator[Batch]) -> None:
         """One training step, and its line: rate and loss scale are those after the step, as Megatron's."""
         progress = self.progress
+        self.activity.iteration = progress.iteration + 1
         result = self.train_step(batches)
         progress.iteration += 1
         progress.consumed_samples += result.num_samples
@@ -208,18 +208,24 @@ class Trainer:
         all_tokens = num_samples * config.data.seq_length
         self.buffer.start(num_micro_batches)
         loss_sum, num_tokens = self.engine.run(
-            self.take(batches, num_micro_batches), backward_scale=self.scaler.scale / all_tokens
+            self.feed.take(batches, num_micro_batches), backward_scale=self.scaler.scale / all_tokens
         )
+        self.activity.note("summing gradients")
         self.buffer.finish()
         squares = squared_norms(self.buffer.counted_grads(), device=self.mesh.device, kernels=config.model.kernels)
-        loss_sum, num_tokens, *squares_of_groups = self.sum_over_ranks(replica=(loss_sum, num_tokens), own=squares)
+        loss_sum, num_tokens, *squares_of_groups, wishes = self.sum_over_ranks(
+            replica=(loss_sum, num_tokens), own=squares
+        )
         tokens = num_tokens.clamp(min=1.0)
         unscale = all_tokens / (tokens * self.scaler.scale)
         norm, *norms_of_groups = (
             squared.sqrt() * unscale for squared in (squares_of_groups[0] + squares_of_groups[1], *squares_of_groups)
         )
         # The one wait of the step: the host must know before it launches the update.
-        loss, grad_norm, decayed, others = torch.stack([loss_sum / tokens, norm, *norms_of_groups]).tolist()
+        loss, grad_norm, decayed, others, *wished = torch.cat(
+            [torch.stack([loss_sum / tokens, norm, *norms_of_groups]), wishes]
+        ).tolist()
+        self.heed(wished)
         overflowed = not math.isfinite(grad_norm)
         if overflowed:
             check_overflow(
@@ -232,6 +238,7 @@ class Trainer:
             )
         else:
             progress = self.progress
+            self.activity.note("updating the weights")
             self.optimizer.step(
                 lr=self.schedule.learning_rate(progress.scheduled_samples),
                 weight_decay=self.schedule.weight_decay(progress.scheduled_samples),
@@ -259,82 +266,52 @@ class Trainer:
             totals = torch.zeros(3, device=self.mesh.device, dtype=torch.float64)
             with closing(self.loader(dataset, first_sample)) as batches:
                 for _ in range(eval_iters):
-                    micro_batches = list(self.take(batches, config.num_micro_batches))
+                    micro_batches = list(self.feed.take(batches, config.num_micro_batches))
                     loss_sum, num_tokens = self.engine.run(micro_batches, backward_scale=None)
-                    totals += torch.stack([loss_sum, num_tokens, self.count_bytes(micro_batches)])
+                    totals += torch.stack([loss_sum, num_tokens, self.feed.count_bytes(micro_batches)])
             self.model.train()
-            loss, tokens, text_bytes = (float(total) for total in self.sum_over_ranks(replica=totals))
+            *sums, wishes = self.sum_over_ranks(replica=totals)
+            loss, tokens, text_bytes = torch.stack(sums).tolist()
+            self.heed(wishes.tolist())
             bits_per_byte = loss / math.log(2.0) / text_bytes if text_bytes > 0 else None
             self.metrics.evaluation(split, self.progress.iteration, loss / max(tokens, 1.0), bits_per_byte)
 
-    def count_bytes(self, batches: list[Batch]) -> torch.Tensor:
-        """Bytes of text in the labels that count; 0 where the tokenizer cannot say."""
-        total = torch.zeros((), device=self.mesh.device)
-        if self.token_bytes is not None:
-            for batch in batches:
-                total += (self.token_bytes[batch.labels] * batch.loss_mask).sum()
-        return total
-
-    def save(self) -> None:
+    def save(self, *, must_succeed: bool = False) -> None:
         """Save a checkpoint of this moment."""
         with self.metrics.pause():
-            started = time.perf_counter()
-            folder = save_checkpoint(
-                Path(self.config.checkpoint.save or ""),
-                config=self.config,
-                progress=self.progress,
-                optimizer=self.optimizer,
+            snapshot = take_snapshot(
+                self.config,
+                self.progress,
+                self.optimizer,
                 scaler=self.scaler.state(),
                 data=self.data_record.state(self.progress.consumed_samples),
                 interval=asdict(self.metrics.interval),
-                tokenizer=self.tokenizer,
-                mesh=self.mesh,
             )
-            self.saved_at = self.progress.iteration
-            self.say(f"saved {folder} in {time.perf_counter() - started:.1f} s")
+            answers = self.saver.save(snapshot, ask=self.wishes, must_succeed=must_succeed)
+            if answers:
+                self.heed(answers)
 
-    def loader(self, dataset: SampleDataset, consumed_samples: int) -> Generator[Batch]:
-        """Micro-batches of this rank, from ``consumed_samples`` on."""
-        config = self.config
-        return build_loader(
-            dataset,
-            consumed_samples=consumed_samples,
-            micro_batch_size=config.training.micro_batch_size,
-            data_parallel_rank=self.mesh.data.rank,
-            data_parallel_size=self.mesh.data.size,
-            num_workers=config.data.num_workers,
-            boundaries=self.boundaries,
-            pin_memory=self.mesh.device.type == "cuda",
-        )
+    def save_the_end(self) -> None:
+        """See to it that this moment is saved, whatever went wrong before."""
+        if self.config.checkpoint.save:
+            self.saver.wait()
+            if self.saver.saved_at != self.progress.iteration:
+                self.save(must_succeed=True)
 
-    def look_for_boundaries(self, dataset: SampleDataset) -> None:
-        """Say so where the data does not look as if the options about ends of documents could do anything."""
-        if self.mesh.is_first_rank:
-            note = self.boundaries.missing_from(dataset[i] for i in range(min(len(dataset), LOOKED_AT)))
-            if note is not None:
-                self.say(f"note: {note}")
+    def wishes(self) -> list[float]:
+        """What this rank wants the others to know; a part of a sum over all ranks."""
+        return [*self.stopping.wishes(), float(self.saver.has_failed())]
 
-    def take(self, batches: Iterator[Batch], num_micro_batches: int) -> Iterator[Batch]:
-        """This rank's micro-batches of one global batch, on the device.
-
-        Raises:
-            DataError: an id is none of the vocabulary: looked up, it would be another rank's row or nobody's.
-        """
-        vocab_size = self.config.model.vocab_size
-        for _ in range(num_micro_batches):
-            batch = next(batches)
-            largest = int(max(batch.tokens.max(), batch.labels.max()))
-            if vocab_size is not None and largest >= vocab_size:
-                raise DataError(
-                    f"{' '.join(self.config.data.data_path)} holds the token id {largest}, but the vocabulary has "
-                    f"{vocab_size} words. Was it preprocessed with another tokenizer?"
-                )
-            yield batch.to(self.mesh.device)
+    def heed(self, sums: Sequence[float]) -> None:
+        """Take what all ranks wish."""
+        *stopping, failed = sums
+        self.stopping.heed(stopping)
+        self.a_save_failed |= failed > 0
 
     def sum_over_ranks(
         self, *, replica: Iterable[torch.Tensor] = (), own: Iterable[torch.Tensor] = ()
     ) -> tuple[torch.Tensor, ...]:
-        """Sums of scalars over the whole run, on every rank, in one all-reduce in fp64.
+        """Sums of scalars over the whole run, on every rank, in one all-reduce in fp64; last those of all ``wishes``.
 
         Args:
             replica: what the last stage of a data-parallel replica holds, alike on its tensor-parallel ranks; other
@@ -343,10 +320,13 @@ class Trainer:
         """
         answers = self.mesh.is_last_stage and self.mesh.tensor.rank == 0
         values = [value.double() if answers else value.new_zeros((), dtype=torch.float64) for value in replica]
-        stacked = torch.stack([*values, *(value.double() for value in own)])
+        scalars = [*values, *(value.double() for value in own)]
+        wishes = torch.tensor(self.wishes(), dtype=torch.float64).to(self.mesh.device, non_blocking=True)
+        sums = torch.cat([torch.stack(scalars), wishes])
         if self.mesh.world.group is not None:
-            dist.all_reduce(stacked, group=self.mesh.world.group)
-        return tuple(stacked.unbind())
+            self.activity.note("summing over all ranks")
+            dist.all_reduce(sums, group=self.mesh.world.group)
+        return *sums[: len(scalars)].unbind(), sums[len(scalars) :]
 
     def optional_norms(self, result: StepResult) -> dict[str, float]:
         """What ``--log-params-norm``, ``--log-num-zeros-in-grad`` and ``--log-grad-norm-by-group`` ask for."""
@@ -359,8 +339,9 @@ class Trainer:
             own["num_zeros"] = self.buffer.count_zero_grads()
         values: dict[str, float] = {}
         if own:
-            totals = torch.stack(self.sum_over_ranks(own=own.values())).tolist()
-            values = dict(zip(own, totals, strict=True))
+            *sums, wishes = self.sum_over_ranks(own=own.values())
+            values = dict(zip(own, torch.stack(sums).tolist(), strict=True))
+            self.heed(wishes.tolist())
         if logging.log_params_norm:
             values["params_norm"] = math.sqrt(values["params_norm"])
         if logging.log_num_zeros_in_grad:

@@ -25,6 +25,18 @@ FIRST, LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-nu
         ("--num-attention-heads 5", ["--num-attention-heads (5) must divide --hidden-size (64)", "leaves 4"]),
         ("--seq-length 65", ["--seq-length (65) must not be above --max-position-embeddings (64)"]),
         ("--num-layers 0", ["--num-layers (0) must be at least 1"]),
+        # Saving and stopping
+        (
+            "--save x --save-interval 4 --save-retain-interval 6",
+            ["--save-retain-interval (6) must be a multiple of --save-interval (4)", "leaves 2"],
+        ),
+        ("--keep-last 0", ["--keep-last (0) must be at least 1"]),
+        ("--on-save-error wait", ["--on-save-error (wait) must be one of continue, stop"]),
+        ("--exit-signal SIGKILL", ["--exit-signal (SIGKILL) must be one of SIGTERM, SIGUSR1"]),
+        (
+            "--hang-timeout-in-mins 10.5",
+            ["--hang-timeout-in-mins (10.5) must not be above --distributed-timeout-minutes (10)"],
+        ),
         ("--hidden-size -64", ["--hidden-size (-64) must be at least 1"]),
         ("--layernorm-epsilon 0", ["--layernorm-epsilon (0.0) must be above 0"]),
         ("--attention-dropout 1", ["--attention-dropout (1.0) must be in [0, 1)"]),

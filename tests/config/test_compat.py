@@ -98,6 +98,8 @@ def test_refused_for_good(work: Path, line: str, replacement: str) -> None:
         ("--norm-epsilon 1e-6 --apply-query-key-layer-scaling --no-check-for-nan-in-loss-and-grad", 0),
         ("--ckpt-format torch_dist --auto-detect-ckpt-format --exit-on-missing-checkpoint", 3),
         ("--calculate-per-token-loss --log-throughput --lazy-mpu-init", 3),
+        ("--save x --save-interval 5 --async-save --save-retain-interval 10 --keep-last 2 --exit-signal SIGUSR2", 0),
+        ("--async-save --save-retain-interval 10 --keep-last 2 --on-save-error stop --hang-timeout-in-mins 1", 5),
         ("--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 40000000", 0),
     ],
 )
@@ -116,8 +118,6 @@ def test_options_of_todays_megatron(work: Path, line: str, notes: int) -> None:
         "--normalization RMSNorm",
         "--group-query-attention",
         "--num-query-groups 2",
-        "--async-save",
-        "--save-retain-interval 10",
         "--mock-data",
         "--context-parallel-size 2",
         "--wandb-project x",

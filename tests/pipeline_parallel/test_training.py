@@ -14,6 +14,7 @@ from tests.parallel import run_ranks
 from tests.runs import read_metrics, tiny_flags, train_each, write_corpus
 from trimegatron import train
 from trimegatron.errors import ConfigError, DataError
+from trimegatron.feed import Feed
 from trimegatron.mesh import init_mesh
 from trimegatron.model.gpt import GPTStage
 from trimegatron.trainer import Trainer
@@ -32,7 +33,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def word_tables(flags: list[str]) -> list[torch.Tensor]:
     """Train; this rank's word table with its moments and master weights."""
     trained: list[Trainer] = []
-    train_, Trainer.train = Trainer.train, lambda self: (train_(self), trained.append(self))  # type: ignore
+    train_, Trainer.train = Trainer.train, lambda self: (train_(self), trained.append(self))[0]  # type: ignore
     assert train.main(flags) == 0
     (trainer,) = trained
     optimizer, (piece,) = trainer.optimizer, [piece for piece in trainer.buffer.slices if piece.name == WORDS]
@@ -112,14 +113,14 @@ def failing(flags: list[str], kind: str, failing_rank: int) -> list[Any]:
             raise error
 
     if kind == "data":
-        take = Trainer.take
+        take = Feed.take
 
-        def taken(self: Trainer, batches: Any, num_micro_batches: int) -> Any:
+        def taken(self: Feed, batches: Any, num_micro_batches: int) -> Any:
             for batch in take(self, batches, num_micro_batches):
                 fail_at_fifth(self.mesh.world.rank, DataError("the data is broken"))
                 yield batch
 
-        Trainer.take = taken  # type: ignore[method-assign]
+        Feed.take = taken  # type: ignore[method-assign]
     else:
         forward = GPTStage.forward
 

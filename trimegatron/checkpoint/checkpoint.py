@@ -8,35 +8,21 @@ global ones, without padding.
 from __future__ import annotations
 
 import json
-import platform
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-import trimegatron
-from trimegatron.checkpoint.directory import (
-    STATE,
-    TOKENIZER,
-    checkpoint_folder,
-    damage_in,
-    flush_files,
-    prepare,
-    publish,
-    readable,
-    saving,
-    temporary_folder,
-)
-from trimegatron.checkpoint.storage import Piece, load_pieces, save_pieces, stored_pieces
+from trimegatron.checkpoint.directory import STATE, damage_in, readable
+from trimegatron.checkpoint.storage import Piece, load_pieces, stored_pieces
 from trimegatron.config import Config
 from trimegatron.data_parallel.buffer import ParameterBuffer
 from trimegatron.data_parallel.layout import Shard
 from trimegatron.errors import CheckpointError
 from trimegatron.mesh import Mesh
 from trimegatron.optim.adamw import FlatAdamW
-from trimegatron.tokenizer import Tokenizer
 
 ARCHITECTURE = (
     "num_layers",
@@ -92,26 +78,26 @@ class CheckpointState:
 
 def model_pieces(buffer: ParameterBuffer) -> dict[str, Piece]:
     """What this rank's optimizer updates of each parameter: all, or the rows of its shards, without padding; views."""
-    return _pieces("model", ((shard, buffer.params, shard.flat) for shard in buffer.updated))
+    return _pieces("model", buffer, buffer.params, lambda shard: shard.flat)
 
 
 def moment_pieces(optimizer: FlatAdamW) -> dict[str, Piece]:
     """The two moments, of the same rows."""
     pieces: dict[str, Piece] = {}
     for name, moment in (("exp_avg", optimizer.exp_avg), ("exp_avg_sq", optimizer.exp_avg_sq)):
-        shards = ((shard, moment, shard.state) for shard in optimizer.buffer.updated)
-        pieces |= _pieces(f"optimizer.{name}", shards)
+        pieces |= _pieces(f"optimizer.{name}", optimizer.buffer, moment, lambda shard: shard.state)
     return pieces
 
 
 def master_pieces(optimizer: FlatAdamW, prefix: str) -> dict[str, Piece]:
     """The fp32 weights, of the same rows."""
-    shards = optimizer.buffer.updated
-    return _pieces(prefix, ((shard, optimizer.master, optimizer.master_start(shard)) for shard in shards))
+    return _pieces(prefix, optimizer.buffer, optimizer.master, optimizer.master_start)
 
 
-def _pieces(prefix: str, shards: Iterable[tuple[Shard, torch.Tensor, int]]) -> dict[str, Piece]:
-    """The rectangles of global tensors that ``shards`` hold; each comes with a flat tensor, and where it begins there.
+def _pieces(
+    prefix: str, buffer: ParameterBuffer, flat: torch.Tensor, start: Callable[[Shard], int]
+) -> dict[str, Piece]:
+    """The rectangles of global tensors that ``flat`` holds of what the optimizer updates here; each shard at ``start``.
 
     A parameter lies in one bucket, a rank has one shard of it, and a shard begins and ends on a row: so a rank has one
     rectangle of each parameter at most.
@@ -121,58 +107,11 @@ def _pieces(prefix: str, shards: Iterable[tuple[Shard, torch.Tensor, int]]) -> d
             rows,
             piece.spec.global_shape,
             (piece.spec.offsets[0] + first, *piece.spec.offsets[1:]),
-            is_copy=piece.spec.is_tied_copy,
+            is_copy=not buffer.saves(piece.spec),
         )
-        for shard, flat, base in shards
-        for piece, first, rows in shard.rectangles(flat, base)
+        for shard in buffer.updated
+        for piece, first, rows in shard.rectangles(flat, start(shard))
     }
-
-
-def save_checkpoint(
-    root: Path,
-    *,
-    config: Config,
-    progress: Progress,
-    optimizer: FlatAdamW,
-    scaler: dict[str, float],
-    data: dict[str, Any],
-    interval: dict[str, Any],
-    tokenizer: Tokenizer,
-    mesh: Mesh,
-) -> Path:
-    """Write one checkpoint and make it the newest; until it is whole it has a temporary name. Every rank calls it.
-
-    Raises:
-        CheckpointError: it cannot be written; what was saved before is as it was.
-    """
-    temporary, final = temporary_folder(root, progress.iteration), checkpoint_folder(root, progress.iteration)
-    with saving(final):
-        if mesh.is_first_rank:
-            prepare(final.parent, progress.iteration)
-        mesh.barrier()
-        pieces = model_pieces(optimizer.buffer)
-        if not config.checkpoint.no_save_optim:
-            pieces |= moment_pieces(optimizer)
-            if optimizer.low_precision is not None:
-                pieces |= master_pieces(optimizer, "optimizer.master")
-        shard = save_pieces(temporary, pieces, rank=mesh.world.rank, group=mesh.world.group)
-        # Each rank reads its own file once more for the hash, so that none waits long for another.
-        entries = mesh.gather(flush_files(temporary, [shard] if shard.exists() else []))
-        if mesh.is_first_rank:
-            versions = {
-                "trimegatron": trimegatron.__version__,
-                "torch": torch.__version__,
-                "python": platform.python_version(),
-            }
-            state = CheckpointState(progress, optimizer.step_count, scaler, config.to_dict(), data, interval, versions)
-            state.write(temporary)
-            tokenizer.save(temporary / TOKENIZER)
-            rest = [path for path in temporary.rglob("*") if path.is_file() and path.suffix != ".safetensors"]
-            publish(
-                temporary, final, {k: v for part in (*entries, flush_files(temporary, rest)) for k, v in part.items()}
-            )
-        mesh.barrier()
-    return final
 
 
 def load_checkpoint(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator
@@ -41,11 +42,10 @@ def replaced_folder(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.replaced")
 
 
-def prepare(root: Path, iteration: int) -> None:
-    """An empty temporary folder; what killed runs left half-written goes."""
+def clear_leftovers(root: Path) -> None:
+    """What killed runs left half-written, or half-removed, goes."""
     for leftover in root.glob(".iter_*.tmp"):
         shutil.rmtree(leftover)
-    temporary_folder(root, iteration).mkdir(parents=True)
 
 
 def flush_files(folder: Path, paths: Iterable[Path]) -> dict[str, dict[str, Any]]:
@@ -72,9 +72,46 @@ def publish(temporary: Path, final: Path, entries: dict[str, dict[str, Any]]) ->
     shutil.rmtree(replaced, ignore_errors=True)
 
 
+def outdated(newest: Path, num_kept: int, retain_interval: int | None) -> list[Path]:
+    """Which checkpoints before ``newest`` are not kept: all but the last ``num_kept`` finished ones, it among them, and
+    those at multiples of ``retain_interval``. What lies beyond ``newest`` is another branch of the run, and stays.
+
+    Finished, not complete: on a node with a disk of its own every folder holds but a part of its manifest's files.
+    """
+    last, found, missing = iteration_of(newest), [], num_kept - 1
+    for folder in sorted(checkpoints(newest.parent), key=iteration_of, reverse=True):
+        iteration = iteration_of(folder)
+        if iteration >= last or (retain_interval is not None and iteration % retain_interval == 0):
+            continue
+        if missing == 0:
+            found.append(folder)
+        elif (folder / MANIFEST).is_file():
+            missing -= 1
+    return found
+
+
+def remove(folder: Path) -> None:
+    """Remove a checkpoint; killed meanwhile, there is none of its name, and the next save removes the rest."""
+    temporary = temporary_folder(folder.parent, iteration_of(folder))
+    folder.rename(temporary)
+    shutil.rmtree(temporary)
+
+
 def file_hash(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def change_since(folder: Path, entries: dict[str, dict[str, Any]]) -> str | None:
+    """Which file is no longer what its entry says, or None; read from the disk where the system can do that."""
+    for name, entry in sorted(entries.items()):
+        path = folder / name
+        if hasattr(os, "posix_fadvise"):
+            with path.open("rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        if file_hash(path) != entry["sha256"]:
+            return f"{path} is damaged: its SHA-256 is not the manifest's"
+    return None
 
 
 def problem_with(folder: Path) -> str | None:
@@ -98,10 +135,7 @@ def problem_with(folder: Path) -> str | None:
 def damage_in(folder: Path, *, share: int = 0, shares: int = 1) -> str | None:
     """Which file is not what was saved, by the manifest's SHA-256, or None; of several ranks each takes its share."""
     files = sorted(json.loads((folder / MANIFEST).read_text())["files"].items())
-    for name, entry in files[share::shares]:
-        if file_hash(folder / name) != entry["sha256"]:
-            return f"{folder / name} is damaged: its SHA-256 is not the manifest's"
-    return None
+    return change_since(folder, dict(files[share::shares]))
 
 
 def find_checkpoint(root: Path, *, log=print) -> Path | None:
@@ -172,15 +206,3 @@ def readable(folder: Path) -> Iterator[None]:
         yield
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"checkpoint {folder} cannot be read: {type(error).__name__}: {error}") from error
-
-
-@contextmanager
-def saving(folder: Path) -> Iterator[None]:
-    """Turn what goes wrong while a checkpoint is written into a CheckpointError that names it."""
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(
-            f"{folder} could not be saved: {error}. Earlier checkpoints are as they were; free space or mend the "
-            "folder, then resume with --load"
-        ) from error

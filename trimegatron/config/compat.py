@@ -76,7 +76,7 @@ FOREIGN: tuple[Foreign, ...] = (
     _ignored("use_flash_attn", False, "--attention-backend says how attention is computed"),
     # Training
     _ignored("sgd_momentum", 0.9, "it acts with --optimizer sgd only, which is not supported yet"),
-    _later("exit_signal_handler", False, "Leave it out; use --exit-interval or --exit-duration-in-mins."),
+    _ignored("exit_signal_handler", False, "SIGTERM and SIGUSR1 always save and end the run"),
     _ignored("data_parallel_random_init", False, SAME_WEIGHTS),
     _ignored("init_method_xavier_uniform", False, "Megatron-LM's GPT does not read it either: weights are normal"),
     _ignored("calculate_per_token_loss", False, "the loss always weighs tokens, over the whole global batch"),
@@ -88,8 +88,6 @@ FOREIGN: tuple[Foreign, ...] = (
     _ignored("exit_on_missing_checkpoint", False, "always so, unless --load and --save are the same folder"),
     _ignored("ckpt_format", None, "checkpoints are safetensors files that any layout loads", str),
     _ignored("auto_detect_ckpt_format", False, "there is one checkpoint format"),
-    _later("async_save", False, LEAVE_OUT),
-    _later("save_retain_interval", None, "Leave it out: every checkpoint is kept.", int),
     # Precision
     _later("fp32_residual_connection", False, LEAVE_OUT),
     _ignored("fp16_lm_cross_entropy", False, "the cross entropy is always computed in float32"),

@@ -116,6 +116,11 @@ class TrainingConfig(Options):
         None, "save and exit when the iteration is a multiple of this", unit="iterations", minimum=1
     )
     exit_duration_in_mins: float | None = option(None, "save and exit after this time", unit="minutes")
+    exit_signal: str | None = option(
+        None,
+        "ours. A signal that saves and exits, as SIGTERM and SIGUSR1 always do",
+        choices=("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGINT", "SIGHUP"),
+    )
     eval_interval: int = option(1000, "time between evaluations", unit="iterations", minimum=1)
     eval_iters: int = option(100, "global batches of one evaluation; 0: none", unit="iterations")
     eval_at_start: bool = option(False, "ours. Evaluate before the first step too")
@@ -247,6 +252,12 @@ class ParallelConfig(Options):
         None, "of torch.distributed", derived="nccl on cuda, gloo on cpu", choices=("nccl", "gloo")
     )
     distributed_timeout_minutes: int = option(10, "of every collective", unit="minutes", minimum=1)
+    hang_timeout_in_mins: float = option(
+        None,
+        "ours. End the run when no rank has gone on for so long, naming those that are behind; 0: never",
+        unit="minutes",
+        derived="0.9 x distributed-timeout-minutes",
+    )
     world_size: int = field(default=1)
     """Processes of the run, from the launcher."""
 
@@ -274,6 +285,16 @@ class ParallelConfig(Options):
             )
         if tp == 1:
             self._derive(sequence_parallel=False)
+        if self.hang_timeout_in_mins is None:
+            self._derive(hang_timeout_in_mins=0.9 * self.distributed_timeout_minutes)
+        if self.hang_timeout_in_mins > self.distributed_timeout_minutes:
+            fail(
+                "hang_timeout_in_mins",
+                self.hang_timeout_in_mins,
+                f"must not be above --distributed-timeout-minutes ({self.distributed_timeout_minutes}): a collective "
+                "that waits so long ends the run first, and names nobody",
+                way_out="Raise that too.",
+            )
 
     @property
     def data_parallel_size(self) -> int:

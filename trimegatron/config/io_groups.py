@@ -94,6 +94,26 @@ class CheckpointConfig(Options):
     save_interval: int | None = option(
         None, "time between checkpoints; the end of the run is saved too", unit="iterations", minimum=1
     )
+    save_retain_interval: int | None = option(
+        None,
+        "keep the checkpoints at multiples of this for good, and of the others the newest (or --keep-last)",
+        unit="iterations",
+        minimum=1,
+    )
+    keep_last: int | None = option(
+        None,
+        "ours. Keep so many of the newest checkpoints; an older one goes when the newest is verified",
+        derived="all; 1 with --save-retain-interval",
+        minimum=1,
+    )
+    async_save: bool = option(
+        False, "write checkpoints beside training; a step waits only for their copy to the host's memory"
+    )
+    on_save_error: str = option(
+        "continue",
+        "ours. What a save that fails does to the run; the last one of a run must succeed",
+        choices=("continue", "stop"),
+    )
     load: str | None = option(
         None, "folder to resume from; it may be empty only if it is that of --save", metavar="DIR"
     )
@@ -103,6 +123,23 @@ class CheckpointConfig(Options):
     no_load_optim: bool = option(False, "do not load the optimizer and the schedule")
     no_save_rng: bool = option(False, "accepted; there is no random state: randomness is a function of the seed")
     no_load_rng: bool = option(False, "accepted; there is no random state: randomness is a function of the seed")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        retain, interval = self.save_retain_interval, self.save_interval
+        if retain is not None and interval is not None and retain % interval:
+            fail(
+                "save_retain_interval",
+                retain,
+                f"must be a multiple of --save-interval ({interval})",
+                f"{retain} / {interval} leaves {retain % interval}",
+                "Nothing is saved in between that could be kept.",
+            )
+
+    @property
+    def num_kept(self) -> int | None:
+        """How many of the newest checkpoints are kept whatever their iteration; None: all."""
+        return 1 if self.keep_last is None and self.save_retain_interval is not None else self.keep_last
 
 
 @dataclass(frozen=True, kw_only=True)

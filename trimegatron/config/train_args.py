@@ -148,7 +148,11 @@ def _idle_options(config: Config, given: Given) -> list[str]:
         ("no_save_rng", True, no_random_state),
         ("no_load_rng", True, no_random_state),
         ("save_interval", config.checkpoint.save is None, "there is no --save"),
-        ("no_save_optim", config.checkpoint.save is None, "there is no --save"),
+        *(
+            (name, config.checkpoint.save is None, "there is no --save")
+            for name in ("no_save_optim", "save_retain_interval", "keep_last", "async_save", "on_save_error")
+        ),
+        ("hang_timeout_in_mins", config.parallel.world_size == 1, "a single process waits for no other"),
         ("split", not config.data.data_path, "each split has its own data path"),
         *(
             (name, config.checkpoint.load is None, "there is no --load")

@@ -108,6 +108,10 @@ class ParameterBuffer:
         hold alike the first does, for a copy of another stage's nobody."""
         return (spec.is_sharded or self.tensor.rank == 0) and not spec.is_tied_copy
 
+    def saves(self, spec: ParameterSpec) -> bool:
+        """Whether this rank saves what it updates of the parameter: of several that update the same, one does."""
+        return self._counts(spec) and (self.shard_optimizer or self.data.rank == 0)
+
     def counted_grads(self) -> Iterator[tuple[torch.Tensor, bool]]:
         """The parts of the reduced gradient that this rank answers for in a sum over all ranks, and whether they are
         of parameters that decay."""

@@ -1,0 +1,134 @@
+"""A rank that fails, or hangs, is named: with its phase and the cause, once, and the run ends within seconds."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.parallel import free_port, run_ranks
+from tests.runs import tiny_flags, write_corpus
+from trimegatron import train
+from trimegatron.data_parallel.buffer import ParameterBuffer
+from trimegatron.trainer import Trainer
+from trimegatron.watch import Word, describe_hang
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    prefix = tmp_path_factory.mktemp("corpus") / "text"
+    write_corpus(prefix)
+    return prefix
+
+
+def boom(flags: list[str]) -> int:
+    """Rank 1 fails in its first step."""
+    finish = ParameterBuffer.finish
+
+    def fail(self: ParameterBuffer) -> None:
+        if os.environ["RANK"] == "1":
+            raise ValueError("boom")
+        finish(self)
+
+    ParameterBuffer.finish = fail  # type: ignore
+    return train.main(flags)
+
+
+def test_an_exception(corpus: Path, capfd: pytest.CaptureFixture):
+    started = time.monotonic()
+    assert run_ranks(2, boom, tiny_flags(corpus)) == [1, 1]
+    assert time.monotonic() - started < 30
+    err = capfd.readouterr().err
+    assert err.count("Traceback") == 1 and err.count("trimegatron train: error: ") == 1
+    assert "error: rank 1, iteration 1, summing gradients: ValueError: boom" in err
+
+
+def forked(function: Callable[[int, int, list[str]], None], flags: list[str]) -> list[int | None]:
+    """The exit codes of two ranks that may not come to an end of their own."""
+    port, context = free_port(), multiprocessing.get_context("fork")
+    ranks = [context.Process(target=function, args=(rank, port, flags)) for rank in (0, 1)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(50)
+    return [process.exitcode for process in ranks]
+
+
+def set_environment(rank: int, port: int) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+def killed(rank: int, port: int, flags: list[str]) -> None:
+    """Rank 0, which holds the store, is killed in its first step."""
+    set_environment(rank, port)
+    if rank == 0:
+        Trainer.train_step = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore
+    sys.exit(train.main(flags))
+
+
+def test_the_rank_with_the_store_is_killed(corpus: Path, capfd: pytest.CaptureFixture):
+    assert forked(killed, tiny_flags(corpus)) == [-signal.SIGKILL, 1]
+    assert "trimegatron train: error: rank 1, iteration 1, " in capfd.readouterr().err
+
+
+def take_a_nap() -> None:
+    time.sleep(60)
+
+
+def hang(rank: int, port: int, flags: list[str]) -> None:
+    """Rank 1 sleeps in its fourth step, while rank 0 waits for its gradients."""
+    set_environment(rank, port)
+    step = Trainer.train_step
+
+    def slow_step(self: Trainer, batches: Any) -> Any:
+        if rank == 1 and self.progress.iteration == 3:
+            take_a_nap()
+        return step(self, batches)
+
+    Trainer.train_step = slow_step  # type: ignore
+    train.main(flags)
+
+
+def test_a_hang(corpus: Path, capfd: pytest.CaptureFixture):
+    started = time.monotonic()
+    assert forked(hang, tiny_flags(corpus, hang_timeout_in_mins=0.05)) == [1, 1]
+    assert time.monotonic() - started < 40
+    err = capfd.readouterr().err
+    (line,) = (line for line in err.splitlines() if "trimegatron train: error: " in line)
+    behind, waiting = line.split(". Waiting: ")
+    assert "no rank has gone on for 3 s (--hang-timeout-in-mins). Behind: rank 1: iteration 4, " in behind
+    assert "take_a_nap" in behind and "rank 0" not in behind
+    assert waiting.startswith("rank 0: iteration 4, summing gradients, at trimegatron/data_parallel/")
+
+
+def words(*given: tuple[int, str, int]) -> list[Word | None]:
+    """(notes, place, beat) of each rank."""
+    return [Word(rank, notes, "a step", place, beat) for rank, (notes, place, beat) in enumerate(given)]
+
+
+def test_who_is_behind():
+    waits, works = "trimegatron/x.py:1 f > torch/distributed/y.py:2 all_reduce", "trimegatron/x.py:3 g"
+    told = describe_hang(words((9, waits, 1), (7, works, 1)), words((9, waits, 3), (7, works, 3)), 60.0)
+    assert told == (
+        "no rank has gone on for 60 s (--hang-timeout-in-mins). Behind: rank 1: a step, at "
+        f"{works}. Waiting: rank 0: a step, at {waits}"
+    )
+    # All in the same phase: who is not in a collective.
+    told = describe_hang(words((9, waits, 1), (9, works, 1)), words((9, waits, 3), (9, works, 3)), 60.0)
+    assert "Behind: rank 1: a step" in told and "Waiting: rank 0" in told
+    # All wait for each other.
+    told = describe_hang(words((9, waits, 1), (9, waits, 1)), words((9, waits, 3), (9, waits, 3)), 60.0)
+    assert "Behind: rank 0: a step" in told and "; rank 1: a step" in told and "Waiting" not in told
+    # A process that is stopped says nothing between the readings, wherever it was.
+    told = describe_hang(words((9, waits, 1), (9, waits, 1)), words((9, waits, 3), (9, waits, 1)), 60.0)
+    assert "Behind: rank 1 does not run (stopped, or its machine is gone); its last word was a step" in told
+    told = describe_hang([None, *words((9, waits, 1))], [None, Word(1, 9, "a step", waits, 2)], 60.0)
+    assert "Behind: rank 0 does not run" in told and "last word" not in told
