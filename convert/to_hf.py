@@ -11,13 +11,14 @@ from pathlib import Path
 
 import torch
 
+from trimegatron.checkpoint.contents import saved_config
 from trimegatron.checkpoint.directory import TOKENIZER, require_checkpoint
 from trimegatron.checkpoint.storage import read_whole
 from trimegatron.convert.gpt2 import gpt2_config, to_gpt2
 from trimegatron.convert.proof import Proof, prove
 from trimegatron.errors import CheckpointError, ConfigError
 from trimegatron.files import save_tensors
-from trimegatron.generate import load_model, saved_config
+from trimegatron.generate import load_model
 from trimegatron.tokenizer import load_tokenizer
 
 

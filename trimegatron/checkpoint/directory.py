@@ -79,29 +79,46 @@ def file_hash(path: Path) -> str:
 
 def problem_with(folder: Path) -> str | None:
     """Why a checkpoint folder cannot be used, or None: every file of its manifest must be there in its size."""
+    return next(problems_with(folder), None)
+
+
+def problems_with(folder: Path) -> Iterator[str]:
+    """Every reason why a checkpoint folder cannot be used, as far as it shows without reading the files."""
     try:
-        manifest = json.loads((folder / MANIFEST).read_text())
-        files = manifest["files"]
+        files = manifest_files(folder)
     except FileNotFoundError:
-        return f"it has no {MANIFEST}: it was not finished"
-    except (ValueError, KeyError, TypeError) as error:
-        return f"its {MANIFEST} cannot be read ({error})"
+        yield f"it has no {MANIFEST}: it was not finished"
+        return
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        yield f"its {MANIFEST} cannot be read ({error})"
+        return
     for name, entry in files.items():
         path = folder / name
         if not path.is_file():
-            return f"{name} is missing"
-        if path.stat().st_size != entry["bytes"]:
-            return f"{name} has {path.stat().st_size} bytes where the manifest says {entry['bytes']}"
-    return None
+            yield f"{name} is missing"
+        elif path.stat().st_size != entry["bytes"]:
+            yield f"{name} has {path.stat().st_size} bytes where the manifest says {entry['bytes']}"
+
+
+def manifest_files(folder: Path) -> dict[str, dict[str, Any]]:
+    """The manifest's entries, size and SHA-256 by name."""
+    files = json.loads((folder / MANIFEST).read_text())["files"]
+    if not all({"bytes", "sha256"} <= entry.keys() for entry in files.values()):
+        raise ValueError("an entry lacks its size or its hash")
+    return files
 
 
 def damage_in(folder: Path, *, share: int = 0, shares: int = 1) -> str | None:
     """Which file is not what was saved, by the manifest's SHA-256, or None; of several ranks each takes its share."""
-    files = sorted(json.loads((folder / MANIFEST).read_text())["files"].items())
-    for name, entry in files[share::shares]:
+    name = next(damaged_files(folder, share=share, shares=shares), None)
+    return None if name is None else f"{folder / name} is damaged: its SHA-256 is not the manifest's"
+
+
+def damaged_files(folder: Path, *, share: int = 0, shares: int = 1) -> Iterator[str]:
+    """Every file whose SHA-256 is not the manifest's."""
+    for name, entry in sorted(manifest_files(folder).items())[share::shares]:
         if file_hash(folder / name) != entry["sha256"]:
-            return f"{folder / name} is damaged: its SHA-256 is not the manifest's"
-    return None
+            yield name
 
 
 def find_checkpoint(root: Path, *, log=print) -> Path | None:
