@@ -17,7 +17,7 @@ import torch
 
 from trimegatron.checkpoint.checkpoint import Progress, load_checkpoint
 from trimegatron.checkpoint.directory import checkpoints
-from trimegatron.checkpoint.resume import find_load, is_save_folder, resume_schedule
+from trimegatron.checkpoint.resume import choose_checkpoint, is_save_folder, resume_schedule
 from trimegatron.config import Config, read_train_args
 from trimegatron.data.build import Datasets, build_datasets
 from trimegatron.data.record import DataRecord
@@ -107,8 +107,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(config: Config, mesh: Mesh, tokenizer: Tokenizer, say: Say) -> None:
     """Build everything the configuration asks for, and train."""
-    found = mesh.decide("which checkpoint to load", lambda: str(find_load(config, say) or ""))
-    checkpoint = Path(found) if found else None
+    checkpoint = choose_checkpoint(config, mesh, say)
     trainer = build_trainer(config, mesh, tokenizer, checkpoint, say)
     try:
         if config.training.skip_train:

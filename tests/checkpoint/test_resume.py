@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
-import signal
 from pathlib import Path
 
 import numpy as np
@@ -113,42 +111,6 @@ def test_files_are_plain_safetensors_and_json(corpus: Path, tmp_path: Path):
 def load_and_fail(corpus: Path, capfd: pytest.CaptureFixture, *, code: int, **changes) -> str:
     assert run_ranks(1, train.main, tiny_flags(corpus, **changes)) == [code]
     return capfd.readouterr().err
-
-
-def test_damaged_checkpoints_are_passed_over(corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture):
-    where = {"save": tmp_path / "c", "load": tmp_path / "c", "metrics": tmp_path / "m.jsonl", "save_interval": 2}
-    train_tiny(corpus, train_iters=6, **where)
-    (tmp_path / "c" / "iter_0000006" / "manifest.json").unlink()
-    shard = tmp_path / "c" / "iter_0000004" / "shard-00000.safetensors"
-    shard.write_bytes(shard.read_bytes()[:-10])
-    capfd.readouterr()
-    lines = train_tiny(corpus, train_iters=8, **where)
-    out = capfd.readouterr().out
-    assert "iter_0000006 is passed over: it has no manifest.json" in out
-    assert "iter_0000004 is passed over: shard-00000.safetensors has" in out
-    assert "going on at iteration 2" in out
-    assert [line["iteration"] for line in lines] == list(range(1, 9))
-
-
-def test_a_failed_save_loses_nothing(corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture):
-    """No file may grow beyond some size, as on a full disk: exit code 4, one line, the earlier checkpoint in place."""
-    where = {"save": tmp_path / "c", "load": tmp_path / "c", "save_interval": 2}
-    train_tiny(corpus, metrics=tmp_path / "m.jsonl", train_iters=2, **where)
-    capfd.readouterr()
-    limited = tiny_flags(corpus, metrics_file=tmp_path / "m.jsonl", train_iters=4, **where)
-    assert run_ranks(1, train_on_a_full_disk, limited) == [4]
-    error = capfd.readouterr().err
-    assert "iter_0000004 could not be saved" in error and "Traceback" not in error
-    assert (tmp_path / "c" / "latest_checkpointed_iteration.txt").read_text() == "2"
-    lines = train_tiny(corpus, metrics=tmp_path / "m.jsonl", train_iters=4, **where)
-    assert [line["iteration"] for line in lines] == [1, 2, 3, 4]
-    assert not list((tmp_path / "c").glob(".*"))
-
-
-def train_on_a_full_disk(flags: list[str]) -> int:
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
-    return train.main(flags)
 
 
 def test_load_of_nothing(corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture):

@@ -21,7 +21,6 @@ from trimegatron.checkpoint.directory import (
     STATE,
     TOKENIZER,
     checkpoint_folder,
-    damage_in,
     flush_files,
     prepare,
     publish,
@@ -178,11 +177,6 @@ def load_checkpoint(
     """
     state = CheckpointState.read(folder)
     check_architecture(folder, state.config, config)
-    if not config.checkpoint.no_verify_checkpoint:
-        with readable(folder):
-            damages = mesh.gather(damage_in(folder, share=mesh.world.rank, shares=mesh.world.size))
-        for damage in filter(None, damages):
-            raise CheckpointError(f"{damage}. Go on from an earlier one with --ckpt-step")
     stored = stored_pieces(folder)
     has_moments = any(name.startswith("optimizer.exp_avg.") for name in stored)
     has_master = any(name.startswith("optimizer.master.") for name in stored)

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from trimegatron.checkpoint.checkpoint import CheckpointState
-from trimegatron.checkpoint.directory import MANIFEST, damaged_files, manifest_files, problems_with, readable
+from trimegatron.checkpoint.directory import MANIFEST, file_hash, manifest_files, problems_with, readable
 from trimegatron.checkpoint.storage import covers, global_shape, stored_pieces
 from trimegatron.config import Config
 from trimegatron.errors import CheckpointError
@@ -35,8 +35,10 @@ def faults(folder: Path) -> Iterator[str]:
     yield from problems
     if problems:
         return  # what follows would say the same of the same files
-    yield from (f"{name} is damaged: its SHA-256 is not the manifest's" for name in damaged_files(folder))
     listed = manifest_files(folder)
+    for name, entry in listed.items():
+        if file_hash(folder / name) != entry["sha256"]:
+            yield f"{name} is damaged: its SHA-256 is not the manifest's"
     for path in sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST):
         if str(path.relative_to(folder)) not in listed:
             yield f"{path.relative_to(folder)} is not in the {MANIFEST}"

@@ -12,7 +12,7 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -110,29 +110,25 @@ def manifest_files(folder: Path) -> dict[str, dict[str, Any]]:
 
 def damage_in(folder: Path, *, share: int = 0, shares: int = 1) -> str | None:
     """Which file is not what was saved, by the manifest's SHA-256, or None; of several ranks each takes its share."""
-    name = next(damaged_files(folder, share=share, shares=shares), None)
-    return None if name is None else f"{folder / name} is damaged: its SHA-256 is not the manifest's"
-
-
-def damaged_files(folder: Path, *, share: int = 0, shares: int = 1) -> Iterator[str]:
-    """Every file whose SHA-256 is not the manifest's."""
-    for name, entry in sorted(manifest_files(folder).items())[share::shares]:
+    files = sorted(json.loads((folder / MANIFEST).read_text())["files"].items())
+    for name, entry in files[share::shares]:
         if file_hash(folder / name) != entry["sha256"]:
-            yield name
+            return f"{folder / name} is damaged: its SHA-256 is not the manifest's"
+    return None
 
 
-def find_checkpoint(root: Path, *, log=print) -> Path | None:
+def find_checkpoint(root: Path, *, log=print, without: Collection[Path] = ()) -> Path | None:
     """The newest complete checkpoint under ``root``, or None; says which ones were passed over, and why.
 
     The newest is the one that the tracker names; where that cannot be used, the complete one of the highest
-    iteration. ``root`` may also be the folder of one checkpoint.
+    iteration. ``root`` may also be the folder of one checkpoint. Those in ``without`` are known to be damaged.
     """
     if is_one_checkpoint(root):
         problem = problem_with(root)
         if problem is not None:
             raise CheckpointError(f"checkpoint {root} cannot be used: {problem}")
         return root
-    folders = sorted(checkpoints(root), key=iteration_of, reverse=True)
+    folders = sorted(set(checkpoints(root)) - set(without), key=iteration_of, reverse=True)
     named = tracked_iteration(root)
     folders.sort(key=lambda folder: iteration_of(folder) != named)  # stable: the named one first, then downwards
     for folder in folders:
@@ -166,7 +162,7 @@ def tracked_iteration(root: Path) -> int | None:
         return None
 
 
-def require_checkpoint(root: Path, *, log=print) -> Path:
+def require_checkpoint(root: Path, *, log=print, without: Collection[Path] = ()) -> Path:
     """:func:`find_checkpoint`, where there must be one.
 
     Raises:
@@ -174,7 +170,7 @@ def require_checkpoint(root: Path, *, log=print) -> Path:
     """
     if not root.exists():
         raise CheckpointError(f"--load ({root}) does not exist. Give the folder that a run saved into with --save")
-    found = find_checkpoint(root, log=log)
+    found = find_checkpoint(root, log=log, without=without)
     if found is None:
         raise CheckpointError(
             f"--load ({root}) holds no complete checkpoint. Give the folder that a run saved into with --save"
