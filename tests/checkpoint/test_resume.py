@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.parallel import run_ranks
-from tests.runs import tiny_flags, train_tiny, write_corpus
+from tests.runs import read_metrics, tiny_flags, train_tiny, write_corpus
 from trimegatron import train
 from trimegatron.checkpoint.storage import read_whole
 
@@ -62,6 +62,38 @@ def test_resumed_equals_uninterrupted(world_size: int, changes: dict, corpus: Pa
     last = f"iter_{changes.get('train_iters', 20):07d}"
     assert_equal_checkpoints(tmp_path / "a" / last, tmp_path / "b" / last)
     assert (tmp_path / "b" / "latest_checkpointed_iteration.txt").read_text() == str(changes.get("train_iters", 20))
+
+
+def recorded_run(flags: list[str]) -> list[tuple[list[int], list[int]]]:
+    """The numbers, and the tokens, of the samples of every micro-batch of a run."""
+    seen = []
+    take = train.Trainer.take
+
+    def record(self, batches, num_micro_batches):
+        for batch in take(self, batches, num_micro_batches):
+            seen.append((batch.sample_numbers.tolist(), batch.tokens.flatten().tolist()))
+            yield batch
+
+    train.Trainer.take = record
+    assert train.main(flags) == 0
+    return seen
+
+
+def test_a_later_epoch_goes_on_with_its_samples(corpus: Path, tmp_path: Path):
+    """An epoch is 136 samples. Stopped after 144, in the middle of the second, and after 280, in the third: the same
+    samples in the same micro-batches, and the same bits in the end."""
+    common = {"train_iters": 40, "save_interval": 100}
+    paths = {name: {"save": tmp_path / name, "metrics_file": tmp_path / name / "metrics.jsonl"} for name in "ab"}
+    (straight,) = run_ranks(1, recorded_run, tiny_flags(corpus, **paths["a"], **common))
+    resumed = []
+    for stop in (18, 35, 40):
+        changes = common | paths["b"] | {"load": tmp_path / "b", "exit_interval": stop}
+        resumed += run_ranks(1, recorded_run, tiny_flags(corpus, **changes))[0]
+    assert resumed == straight
+    assert [number for numbers, _ in straight for number in numbers] == list(range(320))
+    assert_equal_checkpoints(*(tmp_path / name / "iter_0000040" for name in "ab"))
+    mine, theirs = (without_timing(read_metrics(paths[name]["metrics_file"])) for name in "ab")
+    assert mine == theirs and [line["iteration"] for line in mine] == list(range(1, 41))
 
 
 def test_metrics_beyond_the_checkpoint_are_dropped(corpus: Path, tmp_path: Path):

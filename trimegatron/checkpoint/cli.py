@@ -89,11 +89,19 @@ COMMANDS: dict[str, tuple[type[Options], Callable[..., int], str]] = {
 }
 
 
+RESUME_CHECK = "Prove that a run with these flags of training, killed and resumed, is the one never stopped."
+
+
 def main(argv: list[str]) -> int:
     """Run one subcommand; returns the exit code."""
-    usage = f"usage: trimegatron checkpoint {{{','.join(COMMANDS)}}} DIR…"
+    usage = f"usage: trimegatron checkpoint {{{','.join(COMMANDS)}}} DIR…, or resume-check FLAGS"
+    if argv and argv[0] == "resume-check":
+        from trimegatron.checkpoint import resume_check
+
+        return resume_check.main(argv[1:])
     if not argv or argv[0] in ("-h", "--help"):
-        print("\n".join([usage, "", *(f"  {name:12} {about}" for name, (_, _, about) in COMMANDS.items())]))
+        abouts = {name: about for name, (_, _, about) in COMMANDS.items()} | {"resume-check": RESUME_CHECK}
+        print("\n".join([usage, "", *(f"  {name:12} {about}" for name, about in abouts.items())]))
         return 0 if argv else 2
     name, *rest = argv
     if name not in COMMANDS:

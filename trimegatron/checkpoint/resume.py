@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable, Collection
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from trimegatron.checkpoint.directory import (
 )
 from trimegatron.config import Config
 from trimegatron.config.schedule import Schedule
-from trimegatron.errors import CheckpointError
+from trimegatron.errors import CheckpointError, UserError
 from trimegatron.mesh import Mesh
 
 
@@ -33,11 +34,9 @@ def choose_checkpoint(config: Config, mesh: Mesh, say: Callable[[str], None]) ->
     """
     damaged: list[Path] = []
     while True:
-        question = f"which checkpoint to load, without {len(damaged)}"
-        found = mesh.decide(question, lambda: str(find_load(config, say, damaged) or ""))
-        if not found or config.checkpoint.no_verify_checkpoint:
-            return Path(found) if found else None
-        folder = Path(found)
+        folder = find_together(config, mesh, say, damaged)
+        if folder is None or config.checkpoint.no_verify_checkpoint:
+            return folder
         with readable(folder):
             answers = mesh.gather(damage_in(folder, share=mesh.world.rank, shares=mesh.world.size))
         damage = next(filter(None, answers), None)
@@ -47,6 +46,21 @@ def choose_checkpoint(config: Config, mesh: Mesh, say: Callable[[str], None]) ->
             raise CheckpointError(f"{damage}. Go on from another one with --ckpt-step")
         say(f"checkpoint {folder} is passed over: {damage}")
         damaged.append(folder)
+
+
+def find_together(config: Config, mesh: Mesh, say: Callable[[str], None], damaged: list[Path]) -> Path | None:
+    """What :func:`find_load` finds, or raises, on the first rank, on every rank: they are waiting for its word."""
+
+    def answer() -> str:
+        try:
+            return json.dumps({"folder": str(find_load(config, say, damaged) or "")})
+        except (UserError, OSError) as error:
+            return json.dumps({"error": str(error)})
+
+    found = json.loads(mesh.decide(f"which checkpoint to load, {len(damaged)} being damaged", answer))
+    if "error" in found:
+        raise CheckpointError(found["error"])
+    return Path(found["folder"]) if found["folder"] else None
 
 
 def find_load(config: Config, say: Callable[[str], None], damaged: Collection[Path] = ()) -> Path | None:
