@@ -61,11 +61,11 @@ def flags_of(corpus: Path, folder: Path, **changes: Any) -> list[str]:
 
 
 def assert_ended_alike(folder: Path, straight: Path) -> None:
-    """The last checkpoints and the metrics are equal; nothing half-written lies about."""
+    """The last checkpoints and the metrics are equal; no half-written checkpoint lies about."""
     assert list(differences(checkpoint_folder(folder, STEPS), checkpoint_folder(straight, STEPS))) == []
     mine, theirs = (without_timing(read_metrics(path / "metrics.jsonl")) for path in (folder, straight))
     assert mine == theirs
-    assert not list(folder.glob(".*"))
+    assert not list(folder.glob(".iter_*.tmp"))
 
 
 # Kills

@@ -82,7 +82,8 @@ def recorded_run(flags: list[str]) -> list[tuple[list[int], list[int]]]:
 def test_a_later_epoch_goes_on_with_its_samples(corpus: Path, tmp_path: Path):
     """An epoch is 136 samples. Stopped after 144, in the middle of the second, and after 280, in the third: the same
     samples in the same micro-batches, and the same bits in the end."""
-    common = {"train_iters": 40, "save_interval": 100}
+    small = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2}
+    common = small | {"train_iters": 40, "save_interval": 100}
     paths = {name: {"save": tmp_path / name, "metrics_file": tmp_path / name / "metrics.jsonl"} for name in "ab"}
     (straight,) = run_ranks(1, recorded_run, tiny_flags(corpus, **paths["a"], **common))
     resumed = []
