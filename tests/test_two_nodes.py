@@ -53,7 +53,13 @@ class Cluster:
         ]  # fmt: skip
         mount = f'mount --bind "{self.disk.parent / f"disk{node}"}" "{self.disk}" && exec "$@"'
         log = self.shared / f"{name}-{node}-{len(self.started)}.log"
-        environment = os.environ | {"GLOO_SOCKET_IFNAME": CABLE, "OMP_NUM_THREADS": "1"}
+        # A launcher that shares its store with the ranks tells the others of it once: one that is started anew would
+        # wait for that in vain, and both end after a minute (torch 2.5 to 2.13).
+        environment = os.environ | {
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+            "GLOO_SOCKET_IFNAME": CABLE,
+            "OMP_NUM_THREADS": "1",
+        }
         with log.open("w") as file:
             process = subprocess.Popen(
                 ["ip", "netns", "exec", self.names[node], "sh", "-c", mount, "sh", *launcher],
