@@ -309,7 +309,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     disk.mkdir()
     if os.geteuid() != 0 or sys.platform != "linux":
         pytest.skip("only root can mount a file system")
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=10m", "none", disk], capture_output=True).returncode:
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=200m", "none", disk], capture_output=True).returncode:
         pytest.skip("root may not mount a tmpfs here")
     yield disk
     subprocess.run(["umount", "--lazy", disk], check=True)
@@ -330,7 +330,7 @@ def test_a_full_disk(corpus: Path, straight: Path, small_disk: Path, tmp_path: P
     captured = capfd.readouterr()
     assert code != 0 and "iter_0000008" in captured.out + captured.err and "Traceback" not in captured.err
     assert look_at(folder, 6) == 6
-    remount(small_disk, "size=10m")
+    remount(small_disk, "size=200m")
     assert run_ranks(1, train.main, flags_of(corpus, folder, metrics_file=metrics)) == [0]
     shutil.copy(metrics, folder / "metrics.jsonl")
     assert_ended_alike(folder, straight)
