@@ -9,6 +9,7 @@ from trimegatron.errors import ConfigError
 BENCHMARKS = {
     "activations": "trimegatron.bench.activations",
     "bubble": "trimegatron.bench.bubble",
+    "checkpoint": "trimegatron.bench.checkpoint",
     "convert": "trimegatron.bench.convert",
     "data": "trimegatron.bench.data",
     "memory": "trimegatron.bench.memory",

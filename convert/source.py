@@ -16,6 +16,7 @@ import torch
 
 import trimegatron
 from trimegatron.checkpoint.checkpoint import CheckpointState, Progress
+from trimegatron.checkpoint.contents import saved_config
 from trimegatron.checkpoint.directory import TOKENIZER, checkpoint_folder, damage_in, require_checkpoint
 from trimegatron.checkpoint.storage import check_coverage, stored_pieces
 from trimegatron.config import Config
@@ -23,7 +24,6 @@ from trimegatron.convert.lazy import LazyTensor, assemble
 from trimegatron.convert.ledger import check_shapes, match
 from trimegatron.convert.safetensors_file import read_safetensors
 from trimegatron.errors import CheckpointError
-from trimegatron.generate import saved_config
 from trimegatron.mesh import Axis
 from trimegatron.model.build import model_spec
 from trimegatron.model.gpt import GPTStage

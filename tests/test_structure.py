@@ -15,7 +15,16 @@ PACKAGE = ROOT / "trimegatron"
 LINKED = ("kernels", "preprocess", "convert", "bench")
 
 LEVELS: list[set[str]] = [
-    {"kernels", "config", "errors", "files", "data.index_format", "data.legacy_format", "data.metadata"},
+    {
+        "kernels",
+        "config",
+        "errors",
+        "files",
+        "checkpoint.directory",
+        "data.index_format",
+        "data.legacy_format",
+        "data.metadata",
+    },
     {
         "mesh",
         "collectives",
@@ -44,7 +53,18 @@ LEVELS: list[set[str]] = [
         "feed",
     },
     {"trainer", "description", "generate"},
-    {"train", "dry_run", "launch", "convert", "bench", "demo", "cli", "__main__"},
+    {
+        "train",
+        "dry_run",
+        "launch",
+        "checkpoint.cli",
+        "checkpoint.resume_check",
+        "convert",
+        "bench",
+        "demo",
+        "cli",
+        "__main__",
+    },
 ]
 """From the bottom up: a module may import from its own level and below."""
 

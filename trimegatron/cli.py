@@ -15,6 +15,10 @@ COMMANDS = {
     "data": ("trimegatron.preprocess.data_cli", "merge and check sets of tokens, print documents back as text"),
     "train": ("trimegatron.launch", "train, in one process or several"),
     "generate": ("trimegatron.generate", "text from a training checkpoint"),
+    "checkpoint": (
+        "trimegatron.checkpoint.cli",
+        "list, verify and compare checkpoints; prove that a run resumes exactly",
+    ),
     "convert": ("trimegatron.convert.cli", "checkpoints to and from Hugging Face and Megatron-LM, with proof"),
     "bench": ("trimegatron.bench.cli", "comparisons with other software, on this machine"),
 }

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import torch
 
-from trimegatron.checkpoint.checkpoint import CheckpointState, model_pieces
-from trimegatron.checkpoint.directory import TOKENIZER, readable, require_checkpoint
+from trimegatron.checkpoint.checkpoint import model_pieces
+from trimegatron.checkpoint.contents import saved_config
+from trimegatron.checkpoint.directory import TOKENIZER, require_checkpoint
 from trimegatron.checkpoint.storage import load_pieces
-from trimegatron.config import Config
 from trimegatron.config.flags import parse
 from trimegatron.config.options import REQUIRED, Options, fail, option
 from trimegatron.data_parallel.buffer import ParameterBuffer
@@ -63,15 +63,6 @@ def load_model(folder: Path, *, device: torch.device) -> GPTStage:
     buffer.params.zero_()
     load_pieces(folder, model_pieces(buffer), group=None)
     return model.eval()
-
-
-def saved_config(folder: Path) -> Config:
-    """The configuration a checkpoint was trained with, as for one process."""
-    saved = CheckpointState.read(folder).config
-    with readable(folder):
-        saved["parallel"] = {}
-        saved["model"]["kernels"] = "auto"  # of the machine it was trained on, not of the model
-        return Config.from_dict(saved)
 
 
 @torch.no_grad()

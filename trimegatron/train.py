@@ -18,7 +18,7 @@ import torch
 from trimegatron.activity import Activity
 from trimegatron.checkpoint.checkpoint import Progress, load_checkpoint
 from trimegatron.checkpoint.directory import checkpoints
-from trimegatron.checkpoint.resume import find_load, is_save_folder, resume_schedule
+from trimegatron.checkpoint.resume import choose_checkpoint, is_save_folder, resume_schedule
 from trimegatron.checkpoint.saver import Saver
 from trimegatron.config import Config, ExplainedConfig, read_train_args
 from trimegatron.data.build import Datasets, build_datasets
@@ -142,8 +142,7 @@ def watch(config: Config, mesh: Mesh, activity: Activity) -> Watch:
 
 def run(config: Config, mesh: Mesh, tokenizer: Tokenizer, say: Say, trap: SignalTrap, activity: Activity) -> int:
     """Build everything the configuration asks for, and train; returns the exit code."""
-    found = mesh.decide("which checkpoint to load", lambda: str(find_load(config, say) or ""))
-    checkpoint = Path(found) if found else None
+    checkpoint = choose_checkpoint(config, mesh, say)
     trainer = build_trainer(config, mesh, tokenizer, checkpoint, say, trap=trap, activity=activity)
     trap.is_starting = False
     try:

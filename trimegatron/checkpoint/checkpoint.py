@@ -15,26 +15,19 @@ from typing import Any
 
 import torch
 
-from trimegatron.checkpoint.directory import STATE, damage_in, readable
+from trimegatron.checkpoint.directory import STATE, TOKENIZER, readable
 from trimegatron.checkpoint.storage import Piece, load_pieces, stored_pieces
 from trimegatron.config import Config
+from trimegatron.config.checkpoint_args import CHECKPOINT_ARGS
+from trimegatron.config.flags import spell
+from trimegatron.config.groups import ModelConfig
 from trimegatron.data_parallel.buffer import ParameterBuffer
 from trimegatron.data_parallel.layout import Shard
 from trimegatron.errors import CheckpointError
 from trimegatron.mesh import Mesh
 from trimegatron.optim.adamw import FlatAdamW
 
-ARCHITECTURE = (
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "kv_channels",
-    "max_position_embeddings",
-    "vocab_size",
-    "layernorm_epsilon",
-    "bias_gelu_fusion",
-)
+ARCHITECTURE = (*CHECKPOINT_ARGS, "vocab_size")
 """Fields of the model's configuration that a checkpoint fixes."""
 
 
@@ -124,10 +117,6 @@ def load_checkpoint(
     """
     state = CheckpointState.read(folder)
     check_architecture(folder, state.config, config)
-    with readable(folder):
-        damages = mesh.gather(damage_in(folder, share=mesh.world.rank, shares=mesh.world.size))
-    for damage in filter(None, damages):
-        raise CheckpointError(f"{damage}. Go on from an earlier one with --ckpt-step")
     stored = stored_pieces(folder)
     has_moments = any(name.startswith("optimizer.exp_avg.") for name in stored)
     has_master = any(name.startswith("optimizer.master.") for name in stored)
@@ -143,20 +132,29 @@ def load_checkpoint(
         if with_optimizer:
             pieces |= moment_pieces(optimizer)
             optimizer.step_count = state.optimizer_step
-        load_pieces(folder, pieces, group=mesh.world.group)
+        load_pieces(folder, pieces, group=mesh.world.group, stored=stored)
     optimizer.refresh_parameters()
     return state
 
 
 def check_architecture(folder: Path, saved: dict[str, Any], config: Config) -> None:
-    """Refuse a checkpoint of another model, naming each difference."""
-    mine = config.to_dict()["model"]
+    """Refuse a checkpoint of another model, naming each difference and the flag that makes this run's that one."""
+    mine, theirs = config.to_dict()["model"], saved["model"]
     differences = [
-        f"{name} is {saved['model'].get(name)} there and {mine[name]} here"
+        f"{name} is {theirs.get(name)} there and {mine[name]} here ({flag_for(name, theirs.get(name), config)})"
         for name in ARCHITECTURE
-        if saved["model"].get(name) != mine[name]
+        if theirs.get(name) != mine[name]
     ]
     if differences:
         raise CheckpointError(
-            f"checkpoint {folder} is of another model: {'; '.join(differences)}. Give the flags it was trained with"
+            f"checkpoint {folder} is of another model: {'; '.join(differences)}. --use-checkpoint-args takes all of "
+            "these sizes from the checkpoint; the vocabulary is the tokenizer's"
         )
+
+
+def flag_for(name: str, value: Any, config: Config) -> str:
+    """What on the command line gives the model's field ``name`` this value."""
+    if name == "vocab_size":
+        is_null = config.data.tokenizer_type == "NullTokenizer" and config.model.mask_padded_vocab
+        return f"--vocab-size {value - 1}" if is_null else f"the tokenizer in the checkpoint's {TOKENIZER}/"
+    return spell(ModelConfig, name, value)

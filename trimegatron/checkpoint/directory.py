@@ -13,7 +13,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -116,20 +116,33 @@ def change_since(folder: Path, entries: dict[str, dict[str, Any]]) -> str | None
 
 def problem_with(folder: Path) -> str | None:
     """Why a checkpoint folder cannot be used, or None: every file of its manifest must be there in its size."""
+    return next(problems_with(folder), None)
+
+
+def problems_with(folder: Path) -> Iterator[str]:
+    """Every reason why a checkpoint folder cannot be used, as far as it shows without reading the files."""
     try:
-        manifest = json.loads((folder / MANIFEST).read_text())
-        files = manifest["files"]
+        files = manifest_files(folder)
     except FileNotFoundError:
-        return f"it has no {MANIFEST}: it was not finished"
-    except (ValueError, KeyError, TypeError) as error:
-        return f"its {MANIFEST} cannot be read ({error})"
+        yield f"it has no {MANIFEST}: it was not finished"
+        return
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        yield f"its {MANIFEST} cannot be read ({error})"
+        return
     for name, entry in files.items():
         path = folder / name
         if not path.is_file():
-            return f"{name} is missing"
-        if path.stat().st_size != entry["bytes"]:
-            return f"{name} has {path.stat().st_size} bytes where the manifest says {entry['bytes']}"
-    return None
+            yield f"{name} is missing"
+        elif path.stat().st_size != entry["bytes"]:
+            yield f"{name} has {path.stat().st_size} bytes where the manifest says {entry['bytes']}"
+
+
+def manifest_files(folder: Path) -> dict[str, dict[str, Any]]:
+    """The manifest's entries, size and SHA-256 by name."""
+    files = json.loads((folder / MANIFEST).read_text())["files"]
+    if not all({"bytes", "sha256"} <= entry.keys() for entry in files.values()):
+        raise ValueError("an entry lacks its size or its hash")
+    return files
 
 
 def damage_in(folder: Path, *, share: int = 0, shares: int = 1) -> str | None:
@@ -138,18 +151,18 @@ def damage_in(folder: Path, *, share: int = 0, shares: int = 1) -> str | None:
     return change_since(folder, dict(files[share::shares]))
 
 
-def find_checkpoint(root: Path, *, log=print) -> Path | None:
+def find_checkpoint(root: Path, *, log=print, without: Collection[Path] = ()) -> Path | None:
     """The newest complete checkpoint under ``root``, or None; says which ones were passed over, and why.
 
     The newest is the one that the tracker names; where that cannot be used, the complete one of the highest
-    iteration. ``root`` may also be the folder of one checkpoint.
+    iteration. ``root`` may also be the folder of one checkpoint. Those in ``without`` are known to be damaged.
     """
     if is_one_checkpoint(root):
         problem = problem_with(root)
         if problem is not None:
             raise CheckpointError(f"checkpoint {root} cannot be used: {problem}")
         return root
-    folders = sorted(checkpoints(root), key=iteration_of, reverse=True)
+    folders = sorted(set(checkpoints(root)) - set(without), key=iteration_of, reverse=True)
     named = tracked_iteration(root)
     folders.sort(key=lambda folder: iteration_of(folder) != named)  # stable: the named one first, then downwards
     for folder in folders:
@@ -183,7 +196,7 @@ def tracked_iteration(root: Path) -> int | None:
         return None
 
 
-def require_checkpoint(root: Path, *, log=print) -> Path:
+def require_checkpoint(root: Path, *, log=print, without: Collection[Path] = ()) -> Path:
     """:func:`find_checkpoint`, where there must be one.
 
     Raises:
@@ -191,7 +204,7 @@ def require_checkpoint(root: Path, *, log=print) -> Path:
     """
     if not root.exists():
         raise CheckpointError(f"--load ({root}) does not exist. Give the folder that a run saved into with --save")
-    found = find_checkpoint(root, log=log)
+    found = find_checkpoint(root, log=log, without=without)
     if found is None:
         raise CheckpointError(
             f"--load ({root}) holds no complete checkpoint. Give the folder that a run saved into with --save"

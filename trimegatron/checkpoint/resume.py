@@ -3,18 +3,68 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from trimegatron.checkpoint.checkpoint import CheckpointState
-from trimegatron.checkpoint.directory import checkpoint_folder, checkpoints, problem_with, require_checkpoint
+from trimegatron.checkpoint.directory import (
+    checkpoint_folder,
+    checkpoints,
+    damage_in,
+    is_one_checkpoint,
+    problem_with,
+    readable,
+    require_checkpoint,
+)
 from trimegatron.config import Config
 from trimegatron.config.schedule import Schedule
-from trimegatron.errors import CheckpointError
+from trimegatron.errors import CheckpointError, UserError
+from trimegatron.mesh import Mesh
 
 
-def find_load(config: Config, say: Callable[[str], None]) -> Path | None:
-    """The checkpoint that ``--load`` means, or None for a fresh start.
+def choose_checkpoint(config: Config, mesh: Mesh, say: Callable[[str], None]) -> Path | None:
+    """The checkpoint to go on from, the same on every rank, or None for a fresh start.
+
+    It is read through first, each rank its share of the files; one that is not what was saved is passed over as an
+    incomplete one is, unless it is the one asked for.
+
+    Raises:
+        CheckpointError: there is none that can be used.
+    """
+    damaged: list[Path] = []
+    while True:
+        folder = find_together(config, mesh, say, damaged)
+        if folder is None or config.checkpoint.no_verify_checkpoint:
+            return folder
+        with readable(folder):
+            answers = mesh.gather(damage_in(folder, share=mesh.world.rank, shares=mesh.world.size))
+        damage = next(filter(None, answers), None)
+        if damage is None:
+            return folder
+        if config.checkpoint.ckpt_step is not None or is_one_checkpoint(Path(config.checkpoint.load or "")):
+            raise CheckpointError(f"{damage}. Go on from another one with --ckpt-step")
+        say(f"checkpoint {folder} is passed over: {damage}")
+        damaged.append(folder)
+
+
+def find_together(config: Config, mesh: Mesh, say: Callable[[str], None], damaged: list[Path]) -> Path | None:
+    """What :func:`find_load` finds, or raises, on the first rank, on every rank: they are waiting for its word."""
+
+    def answer() -> str:
+        try:
+            return json.dumps({"folder": str(find_load(config, say, damaged) or "")})
+        except (UserError, OSError) as error:
+            return json.dumps({"error": str(error)})
+
+    found = json.loads(mesh.decide(f"which checkpoint to load, {len(damaged)} being damaged", answer))
+    if "error" in found:
+        raise CheckpointError(found["error"])
+    return Path(found["folder"]) if found["folder"] else None
+
+
+def find_load(config: Config, say: Callable[[str], None], damaged: Collection[Path] = ()) -> Path | None:
+    """The checkpoint that ``--load`` means, or None for a fresh start; not one of those found ``damaged``.
 
     Raises:
         CheckpointError: it holds nothing, and it is not the folder of ``--save``, where a first run finds nothing.
@@ -32,7 +82,7 @@ def find_load(config: Config, say: Callable[[str], None]) -> Path | None:
     if is_save and not checkpoints(root):
         say(f"--load {root} holds no checkpoint yet and is also --save: starting from scratch")
         return None
-    return require_checkpoint(root, log=say)
+    return require_checkpoint(root, log=say, without=damaged)
 
 
 def is_save_folder(config: Config, folder: Path) -> bool:

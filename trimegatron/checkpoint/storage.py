@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import warnings
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,7 +23,13 @@ from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
     ReadItem,
@@ -75,13 +82,22 @@ def save_pieces(folder: Path, pieces: Mapping[str, Piece], *, rank: int, group: 
     return writer.file
 
 
-def load_pieces(folder: Path, pieces: Mapping[str, Piece], *, group: ProcessGroup | None) -> None:
+def load_pieces(
+    folder: Path,
+    pieces: Mapping[str, Piece],
+    *,
+    group: ProcessGroup | None,
+    stored: Mapping[str, list[StoredPiece]] | None = None,
+) -> None:
     """Fill the pieces from whatever pieces lie in ``folder``; each rank reads only what overlaps its own.
+
+    Args:
+        stored: what :func:`stored_pieces` said of the folder, where it was asked before.
 
     Raises:
         CheckpointError: a tensor is not there, or its global shape is another; nothing was filled.
     """
-    stored = stored_pieces(folder)
+    stored = stored_pieces(folder) if stored is None else stored
     for name, piece in pieces.items():
         if name not in stored:
             raise CheckpointError(f"{folder} holds no tensor {name}")
@@ -91,7 +107,7 @@ def load_pieces(folder: Path, pieces: Mapping[str, Piece], *, group: ProcessGrou
     with quiet_when_alone(), plain_errors():
         dcp.load(
             {},
-            storage_reader=HuggingFaceStorageReader(str(folder)),
+            storage_reader=SafetensorsReader(folder, stored),
             planner=PieceLoadPlanner(pieces),
             process_group=group,
             no_dist=group is None,
@@ -195,6 +211,45 @@ class SafetensorsWriter(HuggingFaceStorageWriter):
         return done
 
 
+class SafetensorsReader(HuggingFaceStorageReader):
+    """The library's reader, told what lies where in place of reading every header once more; it opens the files that
+    this rank needs something of, and reads that.
+    """
+
+    def __init__(self, folder: Path, stored: Mapping[str, list[StoredPiece]]):
+        super().__init__(str(folder))
+        self.stored = stored
+
+    def read_metadata(self) -> Metadata:
+        return Metadata(
+            state_dict_metadata={
+                name: TensorStorageMetadata(
+                    TensorProperties(), torch.Size(global_shape(pieces)), [piece.chunk for piece in pieces]
+                )
+                for name, pieces in self.stored.items()
+            },
+            storage_data={
+                MetadataIndex(name, torch.Size(piece.offsets)): piece.file
+                for name, pieces in self.stored.items()
+                for piece in pieces
+            },
+        )
+
+    def read_data(self, plan: LoadPlan, planner: dcp.LoadPlanner) -> Future[None]:
+        by_file: dict[Path, list[ReadItem]] = defaultdict(list)
+        for item in plan.items:
+            by_file[self.storage_data[item.storage_index]].append(item)
+        for path, items in by_file.items():
+            with safe_open(path, framework="pt") as file:
+                for item in items:
+                    ends = zip(item.storage_offsets, item.lengths, strict=True)
+                    part = tuple(slice(offset, offset + length) for offset, length in ends)
+                    planner.resolve_tensor(item).copy_(file.get_slice(item.storage_index.fqn)[part])
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+
 @dataclass(frozen=True)
 class StoredPiece:
     """A rectangle of a tensor as it lies in a file."""
@@ -202,6 +257,12 @@ class StoredPiece:
     file: Path
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
+    dtype: str
+    """By safetensors' name: F32, BF16, …"""
+
+    @property
+    def chunk(self) -> ChunkStorageMetadata:
+        return ChunkStorageMetadata(torch.Size(self.offsets), torch.Size(self.shape))
 
 
 def stored_pieces(folder: Path) -> dict[str, list[StoredPiece]]:
@@ -216,8 +277,10 @@ def stored_pieces(folder: Path) -> dict[str, list[StoredPiece]]:
             with safe_open(path, framework="pt") as file:
                 where = json.loads((file.metadata() or {})[SHARDING_KEY])
                 for name in file.keys():  # noqa: SIM118  (it is no dictionary)
-                    shape = tuple(file.get_slice(name).get_shape())
-                    stored.setdefault(name, []).append(StoredPiece(path, tuple(where[name]["saved_offsets"]), shape))
+                    part = file.get_slice(name)
+                    offsets = tuple(where[name]["saved_offsets"])
+                    piece = StoredPiece(path, offsets, tuple(part.get_shape()), part.get_dtype())
+                    stored.setdefault(name, []).append(piece)
         except (SafetensorError, KeyError, ValueError) as error:
             raise CheckpointError(f"{path} is not a tensor file of a checkpoint: {error}") from error
     return stored
@@ -229,17 +292,34 @@ def global_shape(pieces: list[StoredPiece]) -> tuple[int, ...]:
 
 
 def check_coverage(folder: Path, name: str, pieces: list[StoredPiece]) -> tuple[int, ...]:
-    """The global shape, where the pieces cover it (they never overlap).
+    """The global shape, where the pieces cover it, each element once.
 
     Raises:
         CheckpointError: they do not: a shard is missing.
     """
     shape = global_shape(pieces)
-    if sum(math.prod(piece.shape) for piece in pieces) != math.prod(shape):
+    if not covers(pieces, shape):
         raise CheckpointError(
             f"{folder}: the pieces of {name} do not cover its shape {list(shape)}; a shard is missing"
         )
     return shape
+
+
+def covers(pieces: list[StoredPiece], shape: tuple[int, ...]) -> bool:
+    """Whether rectangles cover a whole tensor: they have as many elements together, and no two overlap."""
+    if global_shape(pieces) != shape or sum(math.prod(piece.shape) for piece in pieces) != math.prod(shape):
+        return False
+    in_order = sorted(pieces, key=lambda piece: piece.offsets)
+    for index, one in enumerate(in_order):
+        for other in in_order[index + 1 :]:
+            if other.offsets[0] >= one.offsets[0] + one.shape[0]:
+                break  # this one and those behind it begin below
+            if all(
+                max(a, b) < min(a + m, b + n)
+                for a, m, b, n in zip(one.offsets, one.shape, other.offsets, other.shape, strict=True)
+            ):
+                return False
+    return True
 
 
 def read_whole(folder: Path, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -250,15 +330,25 @@ def read_whole(folder: Path, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
         if not name.startswith(prefix):
             continue
         shape = check_coverage(folder, name, pieces)
-        whole: torch.Tensor | None = None
-        for piece in pieces:
-            with safe_open(piece.file, framework="pt") as file:
-                tensor = file.get_tensor(name)
-            if whole is None:
-                whole = torch.empty(shape, dtype=tensor.dtype)
-            target = whole
-            for dim, (offset, length) in enumerate(zip(piece.offsets, piece.shape, strict=True)):
-                target = target.narrow(dim, offset, length)
-            target.copy_(tensor)
-        assert whole is not None
-        yield name, whole
+        yield name, read_rows(name, pieces, range(shape[0]))
+
+
+def read_rows(name: str, pieces: list[StoredPiece], rows: range) -> torch.Tensor:
+    """Rows of a global tensor, put together from its pieces, which cover it; nothing else is read."""
+    shape = global_shape(pieces)
+    block: torch.Tensor | None = None
+    for piece in pieces:
+        begin, end = piece.offsets[0], piece.offsets[0] + piece.shape[0]
+        first, last = max(rows.start, begin), min(rows.stop, end)
+        if first >= last:
+            continue
+        with safe_open(piece.file, framework="pt") as file:
+            part = file.get_slice(name)[first - begin : last - begin]
+        if block is None:
+            block = torch.empty((len(rows), *shape[1:]), dtype=part.dtype)
+        target = block[first - rows.start : last - rows.start]
+        for dim, (offset, length) in enumerate(zip(piece.offsets[1:], piece.shape[1:], strict=True), start=1):
+            target = target.narrow(dim, offset, length)
+        target.copy_(part)
+    assert block is not None
+    return block

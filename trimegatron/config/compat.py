@@ -84,7 +84,6 @@ FOREIGN: tuple[Foreign, ...] = (
     _never("warmup", None, "Use --lr-warmup-fraction.", str),
     # Checkpoints
     _ignored("initialization", True, "weights are always initialized, then overwritten by --load"),
-    _later("use_checkpoint_args", False, "Leave it out and give the model's sizes; they must match the checkpoint."),
     _ignored("exit_on_missing_checkpoint", False, "always so, unless --load and --save are the same folder"),
     _ignored("ckpt_format", None, "checkpoints are safetensors files that any layout loads", str),
     _ignored("auto_detect_ckpt_format", False, "there is one checkpoint format"),

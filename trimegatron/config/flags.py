@@ -180,6 +180,14 @@ def _spellings(declared: Option) -> dict[str, bool | None]:
     return dict(sorted(found.items(), key=lambda item: item[1] is declared.default))
 
 
+def spell(cls: type, name: str, value: Any) -> str:
+    """What gives a field of a dataclass this value: ``--hidden-size 64``, ``--no-bias-gelu-fusion``."""
+    declared = options_of(cls)[name]
+    if declared.type is bool:
+        return next(spelling for spelling, stored in _spellings(declared).items() if stored is value)
+    return f"{declared.flag} {value}"
+
+
 def _add_switch(group: Any, declared: Option, spellings: Mapping[str, bool | None]) -> None:
     for stored in (True, False):
         names = [spelling for spelling, value in spellings.items() if value is stored]

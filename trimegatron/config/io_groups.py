@@ -117,6 +117,12 @@ class CheckpointConfig(Options):
     load: str | None = option(
         None, "folder to resume from; it may be empty only if it is that of --save", metavar="DIR"
     )
+    use_checkpoint_args: bool = option(
+        False,
+        "take the model's sizes from the checkpoint of --load, in place of those given; the vocabulary is the "
+        "tokenizer's",
+    )
+    no_verify_checkpoint: bool = option(False, "ours. Load without comparing the files' hashes with the manifest's")
     ckpt_step: int | None = option(None, "iteration to load", unit="iterations", derived="the newest complete one")
     finetune: bool = option(False, "load the weights only and start at iteration 0")
     no_save_optim: bool = option(False, "leave the optimizer and the schedule out of checkpoints")

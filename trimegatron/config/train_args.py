@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from trimegatron.config.checkpoint_args import use_checkpoint_args
 from trimegatron.config.checks import check_machine
 from trimegatron.config.compat import MegatronConfig, epilog, foreign_notes
 from trimegatron.config.config import GROUPS, Config
@@ -70,6 +71,8 @@ def read_train_args(argv: Sequence[str], *, world_size: int) -> ExplainedConfig:
         epilog=epilog(),
     )
     notes = foreign_notes(given.values)
+    if given.values.get("use_checkpoint_args"):
+        notes += use_checkpoint_args(given)
     require(list(GROUPS.values()), given.values, prog=PROG)
     dry_run = bool(given.values.get("dry_run"))
     if given.values.get("world_size") is not None:
@@ -160,6 +163,7 @@ def _idle_options(config: Config, given: Given) -> list[str]:
                 "ckpt_step",
                 "finetune",
                 "no_load_optim",
+                "no_verify_checkpoint",
                 "override_opt_param_scheduler",
                 "use_checkpoint_opt_param_scheduler",
             )
