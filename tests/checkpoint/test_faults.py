@@ -170,6 +170,7 @@ def look_at(root: Path, newest: int) -> int:
         pytest.param(1, 10, {}, id="10"),
         pytest.param(2, 2, {"use_distributed_optimizer": True}, id="2 of two ranks"),
         pytest.param(1, 200, {}, id="200", marks=pytest.mark.long),
+        pytest.param(1, 5, {"async_save": True, "keep_last": 2}, id="5 async"),
         pytest.param(2, 40, {"use_distributed_optimizer": True}, id="40 of two ranks", marks=pytest.mark.long),
     ],
 )

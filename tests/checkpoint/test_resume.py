@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from tests.parallel import run_ranks
 from tests.runs import read_metrics, tiny_flags, train_tiny, write_corpus
-from trimegatron import train
+from trimegatron import feed, train
 from trimegatron.checkpoint.storage import read_whole
 
 
@@ -67,14 +67,14 @@ def test_resumed_equals_uninterrupted(world_size: int, changes: dict, corpus: Pa
 def recorded_run(flags: list[str]) -> list[tuple[list[int], list[int]]]:
     """The numbers, and the tokens, of the samples of every micro-batch of a run."""
     seen = []
-    take = train.Trainer.take
+    take = feed.Feed.take
 
     def record(self, batches, num_micro_batches):
         for batch in take(self, batches, num_micro_batches):
             seen.append((batch.sample_numbers.tolist(), batch.tokens.flatten().tolist()))
             yield batch
 
-    train.Trainer.take = record
+    feed.Feed.take = record
     assert train.main(flags) == 0
     return seen
 
