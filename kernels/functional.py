@@ -34,6 +34,7 @@ __all__ = [
     "layer_norm",
     "scaled_causal_softmax",
     "scaled_masked_softmax",
+    "softmax_dropout",
     "sum_of_squares",
     "uses_triton",
 ]
@@ -77,6 +78,16 @@ def _check_dropout(x: Tensor, batch: int, sample_numbers: Tensor | None, seed: i
     )
     _check(0 <= seed < 1 << 32, f"seed ({seed}) must be in [0, 2**32).")
     return sample_numbers
+
+
+def _check_scores(scores: Tensor, mask: Tensor | None = None) -> None:
+    _check(scores.dim() == 4, f"scores ({list(scores.shape)}) must be [batch, heads, queries, keys].")
+    if mask is not None:
+        fits = mask.dim() == 4 and all(m in (1, s) for m, s in zip(mask.shape, scores.shape, strict=True))
+        _check(
+            mask.dtype == torch.bool and fits,
+            f"mask ({mask.dtype}, {list(mask.shape)}) must be bool and broadcast to {list(scores.shape)}.",
+        )
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5, *, impl: str = "auto") -> Tensor:
@@ -143,7 +154,7 @@ def bias_dropout_add(
 
 def scaled_causal_softmax(scores: Tensor, scale: float = 1.0, *, impl: str = "auto") -> Tensor:
     """softmax(scale · scores) for scores [b, n, sq, sk]; query i sees the keys j <= i + (sk - sq)."""
-    _check(scores.dim() == 4, f"scores ({list(scores.shape)}) must be [batch, heads, queries, keys].")
+    _check_scores(scores)
     if uses_triton(impl, scores):
         return ops.ScaledCausalSoftmax.apply(scores, scale)
     return reference.scaled_causal_softmax(scores, scale)
@@ -155,16 +166,43 @@ def scaled_masked_softmax(scores: Tensor, mask: Tensor | None, scale: float = 1.
     ``mask`` is bool and broadcasts to the scores ([b or 1, n or 1, sq, sk]), True = masked, or None. A row without
     any visible key is zero and has zero gradient.
     """
-    _check(scores.dim() == 4, f"scores ({list(scores.shape)}) must be [batch, heads, queries, keys].")
-    if mask is not None:
-        fits = mask.dim() == 4 and all(m in (1, s) for m, s in zip(mask.shape, scores.shape, strict=True))
-        _check(
-            mask.dtype == torch.bool and fits,
-            f"mask ({mask.dtype}, {list(mask.shape)}) must be bool and broadcast to {list(scores.shape)}.",
-        )
+    _check_scores(scores, mask)
     if uses_triton(impl, scores):
         return ops.ScaledMaskedSoftmax.apply(scores, mask, scale)
     return reference.scaled_masked_softmax(scores, mask, scale)
+
+
+def softmax_dropout(
+    scores: Tensor,
+    mask: Tensor | None = None,
+    scale: float = 1.0,
+    *,
+    causal: bool,
+    p: float,
+    seed: int,
+    sample_numbers: Tensor | None,
+    layer: int,
+    head_offset: int = 0,
+    position_offset: int = 0,
+    training: bool = True,
+    impl: str = "auto",
+) -> Tensor:
+    """``attention_dropout`` of ``scaled_causal_softmax`` (``causal``) or ``scaled_masked_softmax`` in one pass; with
+    ``causal`` and a mask the keys that both leave are visible. Keeps the scores for the backward pass, not the
+    probabilities before dropout."""
+    _check_scores(scores, mask)
+    if not (training and philox.dropout_threshold(p)):
+        if causal and mask is None:
+            return scaled_causal_softmax(scores, scale, impl=impl)
+        return scaled_masked_softmax(scores, reference.hidden_keys(scores, mask, causal), scale, impl=impl)
+    sample_numbers = _check_dropout(scores, scores.shape[0], sample_numbers, seed)
+    if uses_triton(impl, scores):
+        mask_of = (seed, layer, head_offset, position_offset)
+        return ops.SoftmaxDropout.apply(scores, mask, sample_numbers, scale, causal, p, mask_of)
+    return reference.softmax_dropout(
+        scores, mask, scale, causal=causal, p=p, seed=seed, sample_numbers=sample_numbers, layer=layer,
+        head_offset=head_offset, position_offset=position_offset,
+    )  # fmt: skip
 
 
 def attention_dropout(

@@ -65,9 +65,17 @@ def _causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
     return torch.ones(queries, keys, dtype=torch.bool, device=device).triu_(keys - queries + 1)
 
 
+def hidden_keys(scores: Tensor, mask: Tensor | None, causal: bool) -> Tensor | None:
+    """``mask`` and, with ``causal``, the keys after each query: True where the scores do not count."""
+    if not causal:
+        return mask
+    later = _causal_mask(*scores.shape[-2:], scores.device)
+    return later if mask is None else mask | later
+
+
 def scaled_causal_softmax(scores: Tensor, scale: float = 1.0) -> Tensor:
     """softmax(scale · scores) over the keys j <= i + (sk - sq) of query i; zeros where there are none."""
-    return scaled_masked_softmax(scores, _causal_mask(*scores.shape[-2:], scores.device), scale)
+    return scaled_masked_softmax(scores, hidden_keys(scores, None, causal=True), scale)
 
 
 def scaled_masked_softmax(scores: Tensor, mask: Tensor | None, scale: float = 1.0) -> Tensor:
@@ -94,7 +102,7 @@ def attention_dropout(
     training: bool = True,
 ) -> Tensor:
     """probabilities · keep / (1 - p)."""
-    if not (training and philox.dropout_threshold(p)):
+    if not (training and philox.dropout_threshold(p)) or probabilities.numel() == 0:
         return probabilities
     assert sample_numbers is not None
     keep = philox.attention_keep_mask(
@@ -102,6 +110,27 @@ def attention_dropout(
         position_offset=position_offset,
     )  # fmt: skip
     return torch.where(keep, probabilities.float() * philox.dropout_scale(p), 0.0).to(probabilities.dtype)
+
+
+def softmax_dropout(
+    scores: Tensor,
+    mask: Tensor | None,
+    scale: float = 1.0,
+    *,
+    causal: bool,
+    p: float,
+    seed: int,
+    sample_numbers: Tensor | None,
+    layer: int,
+    head_offset: int = 0,
+    position_offset: int = 0,
+) -> Tensor:
+    """attention_dropout(softmax(scale · scores)) over the keys that ``causal`` and ``mask`` leave."""
+    y = scaled_masked_softmax(scores, hidden_keys(scores, mask, causal), scale)
+    return attention_dropout(
+        y, p=p, seed=seed, sample_numbers=sample_numbers, layer=layer,
+        head_offset=head_offset, position_offset=position_offset,
+    )  # fmt: skip
 
 
 @torch.no_grad()

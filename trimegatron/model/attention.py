@@ -134,20 +134,17 @@ class AttentionCore(nn.Module):
             with sdpa_kernel(MASKED_SDPA):
                 return F.scaled_dot_product_attention(q, k, v, attn_mask=mask.bias(q.dtype), scale=self.scale)
         scores = torch.matmul(q * (self.scale / self.score_divisor), k.transpose(-1, -2))  # [b, n, s, s]
-        if mask is None:
-            probabilities = functional.scaled_causal_softmax(scores, self.score_divisor, impl=self.kernels)
-        else:
-            probabilities = functional.scaled_masked_softmax(scores, mask.hidden, self.score_divisor, impl=self.kernels)
-        if drops:
-            assert sample_numbers is not None, "dropout masks are a function of the sample numbers"
-            probabilities = functional.attention_dropout(
-                probabilities,
-                p=self.dropout,
-                seed=self.seed,
-                sample_numbers=sample_numbers,
-                layer=self.layer,
-                head_offset=self.head_offset,
-                training=True,
-                impl=self.kernels,
-            )
+        probabilities = functional.softmax_dropout(
+            scores,
+            None if mask is None else mask.hidden,
+            self.score_divisor,
+            causal=mask is None,
+            p=self.dropout,
+            seed=self.seed,
+            sample_numbers=sample_numbers,
+            layer=self.layer,
+            head_offset=self.head_offset,
+            training=self.training,
+            impl=self.kernels,
+        )  # [b, n, s, s]
         return torch.matmul(probabilities, v)
