@@ -265,15 +265,15 @@ def _launch(kernels, op: str, tensors: tuple[Tensor | None, ...], scores: Tensor
     rows = scores.numel() // keys
     strides = (0, 0, 0) if mask is None else mask.expand(scores.shape).stride()[:3]
     config = _config(op, keys, reads * scores.element_size())
-    flags = {"CAUSAL": causal, "HAS_MASK": mask is not None, "DROPOUT": tensors[-1] is not None,
-             "COLUMNS": config.columns}  # fmt: skip
+    flags = {"CAUSAL": causal, "HAS_MASK": mask is not None, "DROPOUT": tensors[-1] is not None}
     arguments = (*tensors, rows, heads, queries, keys, *strides, scale, *dropout)
     short, long = kernels
     if keys > _LONGEST_ROW_IN_REGISTERS:
-        launcher.launch(long, (rows,), *arguments, config=config, **flags, STAGES=config.num_stages)
+        tile = {"COLUMNS": config.columns, "STAGES": config.num_stages}
+        launcher.launch(long, (rows,), *arguments, config=config, **flags, **tile)
     else:
-        grid = (triton.cdiv(rows, config.rows),)
-        launcher.launch(short, grid, *arguments, config=config, **flags, ROWS=config.rows)
+        tile = {"ROWS": config.rows, "COLUMNS": config.columns}
+        launcher.launch(short, (triton.cdiv(rows, config.rows),), *arguments, config=config, **flags, **tile)
 
 
 def _mask_bytes(mask: Tensor | None, scores: Tensor) -> Tensor | None:
