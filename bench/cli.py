@@ -6,7 +6,11 @@ from importlib import import_module
 
 from trimegatron.errors import ConfigError
 
-BENCHMARKS = {"data": "trimegatron.bench.data", "step": "trimegatron.bench.step"}
+BENCHMARKS = {
+    "data": "trimegatron.bench.data",
+    "kernels": "trimegatron.bench.kernels",
+    "step": "trimegatron.bench.step",
+}
 
 
 def main(argv: list[str]) -> int:

@@ -52,7 +52,7 @@ _launches: dict[int, StaticLaunch] = {}
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, config: Config, **constexprs: Any) -> None:
     """Run ``kernel`` on the device of its first tensor, whichever is current, and on that device's current stream.
-    The constants are the kernel's last parameters, in their order; what is a tensor (or None), an int or a float in one
+    The constants are the kernel's last parameters; what is a tensor (or None), an int or a float in one
     call is that in all."""
     first = args[0]
     device = (first if isinstance(first, torch.Tensor) else next(a for a in args if isinstance(a, torch.Tensor))).device

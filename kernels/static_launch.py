@@ -31,6 +31,7 @@ class _Prepared(NamedTuple):
     run: Callable[..., None]
     function: int
     metadata: Any
+    constants: tuple[Any, ...]  # in the order of the kernel's parameters, which they end
     compiled: Any  # unloads the function when it goes
 
 
@@ -75,7 +76,7 @@ class StaticLaunch:
         self, device: int, grid: tuple[int, ...], args: tuple[Any, ...], config: Any, constants: dict[str, Any]
     ) -> None:
         """Run on the current stream of GPU number ``device``, whichever is current. ``constants`` are the kernel's last
-        parameters, in their order."""
+        parameters, in any order."""
         if device != torch.cuda.current_device():
             with torch.cuda.device(device):
                 return self(device, grid, args, config, constants)
@@ -83,7 +84,7 @@ class StaticLaunch:
             kind = self._key(*args)
         except AttributeError:  # None where so far there was a tensor
             kind = self._learn(*args)
-        key = (device, config.num_warps, config.num_stages, *constants.values(), *kind)
+        key = (device, config.num_warps, config.num_stages, *constants, *constants.values(), *kind)
         prepared = self._prepared.get(key)
         knobs = self._knobs
         if (
@@ -91,11 +92,12 @@ class StaticLaunch:
             or getattr(knobs.launch_enter_hook, "calls", True)
             or getattr(knobs.launch_exit_hook, "calls", True)
         ):
-            return self._keep(key, ordinary_launch(self.kernel, grid, args, config, constants), constants)
+            compiled = ordinary_launch(self.kernel, grid, args, config, constants)
+            return self._keep(key, compiled, len(args), constants)
         assert self._stream is not None
         return prepared.run(
             *grid, *_ONES[len(grid)], self._stream(device), prepared.function, prepared.metadata, None, None, None,
-            *args, *constants.values(),
+            *args, *prepared.constants,
         )  # fmt: skip
 
     def _learn(self, *args: Any) -> tuple[Any, ...]:
@@ -104,11 +106,12 @@ class StaticLaunch:
         self._key = _key_maker(self.kernel, args, self._optional)
         return self._key(*args)
 
-    def _keep(self, key: tuple[Any, ...], compiled: Any, constants: dict[str, Any]) -> None:
-        """Prepare the next launches of the kind that ``compiled`` was made for."""
-        names = list(constants)
-        if self.kernel.arg_names[-len(names) :] != names:
-            raise ValueError(f"{self.kernel.__name__}'s constants ({names}) must be its last parameters in their order")
+    def _keep(self, key: tuple[Any, ...], compiled: Any, count: int, constants: dict[str, Any]) -> None:
+        """Prepare the next launches of the kind that ``compiled`` was made for; ``count`` of its arguments are not
+        constants."""
+        names = self.kernel.arg_names[count:]
+        if sorted(names) != sorted(constants):
+            return _say_once(f"the constants of {self.kernel.__name__} are not its last parameters")
         missing = [name for name in ("run", "function", "packed_metadata") if not hasattr(compiled, name)]
         if torch.version.hip is not None:
             return _say_once("only the specialisation for NVIDIA GPUs is known")
@@ -118,7 +121,9 @@ class StaticLaunch:
             self._prepared.clear()
         self._stream = triton.runtime.driver.active.get_current_stream
         run = compiled.run  # first: it loads the function
-        self._prepared[key] = _Prepared(run, compiled.function, compiled.packed_metadata, compiled)
+        self._prepared[key] = _Prepared(
+            run, compiled.function, compiled.packed_metadata, tuple(constants[name] for name in names), compiled
+        )
         return None
 
 

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.kernels import aot
+from trimegatron.bench import aot
 from trimegatron.kernels import adamw, attention_dropout, bias_dropout_add, bias_gelu, column_sum, layer_norm, softmax
 
-HIDDEN_SIZES = (768, 1024, 4096)
+HIDDEN_SIZES = {torch.bfloat16: (768, 1024, 4096, 16384), torch.float32: (4096, 16384)}
 TILED = 768  # ops that cut the hidden size into tiles compile to the same loop at every size
 Case = tuple[str, Callable[[], Any]]
 
@@ -30,7 +30,11 @@ def _row_ops(hidden: int, dtype: torch.dtype) -> Iterator[Case]:
     yield "layer_norm_backward", lambda: layer_norm.layer_norm_backward(x, x, w, statistics, statistics)
     yield "causal_softmax_forward", lambda: softmax.scaled_causal_softmax_forward(scores, 0.5)
     yield "causal_softmax_backward", lambda: softmax.scaled_softmax_backward(scores, scores, 0.5, True)
-    if hidden == max(HIDDEN_SIZES):
+    samples, rows = _meta(2, dtype=torch.int64), _meta(2, 8 * hidden, dtype=torch.float32)
+    drop = (samples, 0.5, True, 0.1, 1234, 3, 0, 0)
+    yield "softmax_dropout_forward", lambda: softmax.softmax_dropout_forward(scores, None, *drop)
+    yield "softmax_dropout_backward", lambda: softmax.softmax_dropout_backward(scores, scores, None, rows, *drop)
+    if hidden == 4096:
         yield "masked_softmax_forward", lambda: softmax.scaled_masked_softmax_forward(scores, mask, 0.5)
         yield "masked_softmax_backward", lambda: softmax.scaled_softmax_backward(scores, scores, 0.5, False)
 
@@ -51,14 +55,19 @@ def _tiled_ops(hidden: int, dtype: torch.dtype) -> Iterator[Case]:
     yield "attention_dropout", lambda: attention_dropout.attention_dropout(long, samples[:2], 0.1, 1234, 3, 0, 0)
     yield "long_softmax_forward", lambda: softmax.scaled_causal_softmax_forward(long, 0.5)
     yield "long_softmax_backward", lambda: softmax.scaled_softmax_backward(long, long, 0.5, True)
+    long_mask, long_rows = _meta(2, 1, 64, 65536, dtype=torch.bool), _meta(2, 256, dtype=torch.float32)
+    drop = (samples[:2], 0.5, True, 0.1, 1234, 3, 0, 0)
+    yield "long_masked_softmax", lambda: softmax.scaled_masked_softmax_forward(long, long_mask, 0.5)
+    yield "long_softmax_dropout_forward", lambda: softmax.softmax_dropout_forward(long, None, *drop)
+    yield "long_softmax_dropout_backward", lambda: softmax.softmax_dropout_backward(long, long, None, long_rows, *drop)
     yield "adamw", lambda: adamw.adamw_step_(p, p, p, g, _meta(9, dtype=torch.float32), 1000, low)
     yield "sum_of_squares", lambda: adamw.sum_of_squares(g)
 
 
 def cases() -> Iterator[tuple[str, aot.Launch]]:
     """(name/hidden/dtype, launch) of the kernel of each op; the small second stages of sums are the same everywhere."""
-    for dtype in (torch.bfloat16, torch.float32):
-        lists = [(hidden, _row_ops(hidden, dtype)) for hidden in HIDDEN_SIZES] + [(TILED, _tiled_ops(TILED, dtype))]
+    for dtype, hidden_sizes in HIDDEN_SIZES.items():
+        lists = [(hidden, _row_ops(hidden, dtype)) for hidden in hidden_sizes] + [(TILED, _tiled_ops(TILED, dtype))]
         for hidden, ops in lists:
             for name, call in ops:
                 yield f"{name}/{hidden}/{str(dtype).removeprefix('torch.')}", aot.record(call)[0]
@@ -70,5 +79,11 @@ def cases() -> Iterator[tuple[str, aot.Launch]]:
 
 if __name__ == "__main__":
     for case, launch in cases():
+        if sys.argv[1] != "90" and "float32" in case:
+            continue
         code = aot.measure(launch, int(sys.argv[1]))
-        print(json.dumps({"case": case, "text": str(code), **vars(code)}), flush=True)
+        figures = {
+            name: getattr(code, name) for name in ("occupancy", "bytes_in_flight", "loaded_bytes", "stored_bytes")
+        }
+        tile = launch.config.rows * launch.config.columns
+        print(json.dumps({"case": case, "text": str(code), "tile": tile, **figures, **vars(code)}), flush=True)

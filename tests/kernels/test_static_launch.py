@@ -15,7 +15,7 @@ import pytest
 import torch
 import triton
 
-from tests.kernels.stub_driver import STREAM, StubDriver
+from trimegatron.bench.stub_driver import STREAM, StubDriver
 from trimegatron.kernels import bias_dropout_add, static_launch
 from trimegatron.kernels.launcher import Config
 from trimegatron.kernels.static_launch import StaticLaunch, ordinary_launch
@@ -84,10 +84,11 @@ def test_dispatch_is_left_out_from_the_second_launch_on(driver: StubDriver) -> N
     assert len(entered) == 5, entered
 
 
-def test_constants_in_another_order_are_refused(driver: StubDriver) -> None:
-    """Their values alone are in the key."""
-    with pytest.raises(ValueError, match="last parameters in their order"):
-        StaticLaunch(KERNEL)(0, (3,), arguments(), CONFIG, dict(reversed(FLAGS.items())))
+def test_constants_may_come_in_any_order(driver: StubDriver) -> None:
+    static = StaticLaunch(KERNEL)
+    for flags in (FLAGS, dict(reversed(FLAGS.items())), dict(reversed(FLAGS.items()))):
+        static(0, (3,), arguments(), CONFIG, flags)
+    assert [launch[1][-len(FLAGS) :] for launch in driver.launches] == [tuple(FLAGS.values())] * 3
 
 
 def test_a_launch_on_another_device_makes_it_current(driver: StubDriver) -> None:
