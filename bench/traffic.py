@@ -43,6 +43,7 @@ class Moves(NamedTuple):
 ROWS_PER_TILE = {
     "layer_norm_forward": Moves(1, 1, vectors=2),
     "layer_norm_backward": Moves(2, 1, vectors=1, loops=1),
+    "layer_norm_sums": Moves(2, 0, loops=1),
     "causal_softmax_forward": Moves(1, 1),
     "causal_softmax_backward": Moves(2, 1),
     "masked_softmax_backward": Moves(2, 1),
@@ -62,4 +63,5 @@ ROWS_PER_TILE = {
     "long_softmax_dropout_forward": Moves(1, 1, loops=2),
     "long_softmax_dropout_backward": Moves(2, 1, loops=2),
 }
-"""By the names of ``tests/kernels/aot_gate.py``: the table of bytes that the ops are built to, in numbers of rows."""
+"""By the names of ``tests/kernels/aot_gate.py``: the table of bytes that the ops are built to, in numbers of rows.
+(Not there: AdamW, whose tensors differ in dtype, and the long backward pass of the norm, whose loops are unrolled.)"""

@@ -27,7 +27,10 @@ def _row_ops(hidden: int, dtype: torch.dtype) -> Iterator[Case]:
     x, w, statistics = _meta(512, 16, hidden, dtype=dtype), _meta(hidden, dtype=dtype), _meta(8192, dtype=torch.float32)
     scores, mask = _meta(2, 4, hidden, hidden, dtype=dtype), _meta(2, 1, hidden, hidden, dtype=torch.bool)
     yield "layer_norm_forward", lambda: layer_norm.layer_norm_forward(x, w, w, 1e-5)
-    yield "layer_norm_backward", lambda: layer_norm.layer_norm_backward(x, x, w, statistics, statistics)
+    yield (
+        "layer_norm_backward" if hidden <= 8192 else "long_layer_norm_backward",
+        lambda: layer_norm.layer_norm_backward(x, x, w, statistics, statistics),
+    )
     yield "causal_softmax_forward", lambda: softmax.scaled_causal_softmax_forward(scores, 0.5)
     yield "causal_softmax_backward", lambda: softmax.scaled_softmax_backward(scores, scores, 0.5, True)
     samples, rows = _meta(2, dtype=torch.int64), _meta(2, 8 * hidden, dtype=torch.float32)
@@ -74,6 +77,10 @@ def cases() -> Iterator[tuple[str, aot.Launch]]:
     w = _meta(768, dtype=torch.bfloat16)
     x, statistics = _meta(64, 768, dtype=torch.bfloat16), _meta(64, dtype=torch.float32)
     yield "sum_partials/768/bfloat16", aot.record(lambda: layer_norm.layer_norm_backward(x, x, w, *[statistics] * 2))[1]
+    x, w = _meta(64, 16384, dtype=torch.bfloat16), _meta(16384, dtype=torch.bfloat16)
+    sums = aot.record(lambda: layer_norm.layer_norm_backward(x, x, w, statistics, statistics))[1]
+    yield "layer_norm_sums/16384/bfloat16", sums
+    w = _meta(768, dtype=torch.bfloat16)
     yield "total/-/bfloat16", aot.record(lambda: adamw.sum_of_squares(w))[1]
 
 
