@@ -89,7 +89,8 @@ def rivals(case: Case) -> dict[str, Callable[..., Any]]:
     """Name -> the forward computation."""
     if case.rival is None:
         return {}
-    found = {"eager": case.rival, "compile": torch.compile(case.rival)}
+    torch.compiler.reset()  # else many shapes of one function end in its fallback
+    found = {"eager": case.rival, "compile": torch.compile(case.rival, dynamic=False)}
     if importlib.util.find_spec("liger_kernel") and case.name.startswith("layer_norm"):
         norm = importlib.import_module("liger_kernel.ops.layer_norm").LigerLayerNormFunction
         found["liger"] = lambda x, w, b, *_: norm.apply(x, w, b, 1e-5)
@@ -122,23 +123,20 @@ def _seconds(run: Callable[[], Any], flush: Tensor) -> float:
     return sorted(times)[_REPEATS // 2]
 
 
-def time_calls(made: list[Callable[[], Any]], flush: Tensor) -> dict[str, Any]:
-    """Seconds of a call, and of its kernels alone: one graph of all the calls, or why there is none."""
+def time_calls(made: list[Callable[[], Any]], flush: Tensor, stream: torch.cuda.Stream) -> dict[str, Any]:
+    """Seconds of a call, and of its kernels alone: one graph of all the calls, or why there is none. ``stream`` is the
+    current one, and the one on which the forward passes ran, since backward passes go back to it."""
 
     def all_calls() -> None:
         for call in made:
             call()
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):  # warm, on a stream of its own as capture wants it
-        all_calls()
-    torch.cuda.current_stream().wait_stream(stream)
+    all_calls()  # warm
     torch.cuda.synchronize()
     result: dict[str, Any] = {"call_s": _seconds(all_calls, flush) / len(made)}
     graph = torch.cuda.CUDAGraph()
     try:
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, stream=stream):
             all_calls()
         result["kernel_s"] = _seconds(graph.replay, flush) / len(made)
     except RuntimeError as error:
@@ -148,6 +146,12 @@ def time_calls(made: list[Callable[[], Any]], flush: Tensor) -> dict[str, Any]:
 
 def time_case(case: Case, copy_rate: float, flush: Tensor) -> dict[str, Any]:
     """Ours and the rivals' times, and from them GB/s of the case's floor and the share of the copy rate."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        return _time_case(case, copy_rate, flush, stream)
+
+
+def _time_case(case: Case, copy_rate: float, flush: Tensor, stream: torch.cuda.Stream) -> dict[str, Any]:
     first = case.inputs()
     size = sum(x.numel() * x.element_size() for x in first)
     count = max(1, min(64, -(-WORKING_SET // max(1, size))))
@@ -157,7 +161,7 @@ def time_case(case: Case, copy_rate: float, flush: Tensor) -> dict[str, Any]:
     contenders = {"ours": lambda: [partial(case.kernel, *inputs) for inputs in sets]}
     contenders |= {name: partial(calls, case, function, sets) for name, function in rivals(case).items()}
     for name, make in contenders.items():
-        times = time_calls(make(), flush)
+        times = time_calls(make(), flush, stream)
         rate = case.floor / times.get("kernel_s", times["call_s"])
         row[name] = times | {"GB_per_s": rate / 1e9, "of_copy": rate / copy_rate}
     return row
