@@ -20,7 +20,7 @@ ARCHITECTURES = (80, 90, 100)
 # Instructions that move anything but rows: statistics, vectors of a tile, sample numbers, scalars, partial sums.
 NARROW_LOADS = {"adamw": 9, "layer_norm_backward": 6, "layer_norm_sums": 6, "dropout_forward": 3, "dropout_backward": 6,
                 "softmax_dropout_backward": 3, "long_masked_softmax": 8, "long_softmax_dropout_forward": 4,
-                "long_softmax_dropout_backward": 10}  # fmt: skip
+                "long_softmax_dropout_backward": 10, "long_layer_norm_backward": 2}  # fmt: skip
 SMALL = ("sum_partials", "total")
 
 
