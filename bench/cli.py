@@ -11,6 +11,7 @@ BENCHMARKS = {
     "bubble": "trimegatron.bench.bubble",
     "convert": "trimegatron.bench.convert",
     "data": "trimegatron.bench.data",
+    "kernels": "trimegatron.bench.kernels",
     "memory": "trimegatron.bench.memory",
     "operators": "trimegatron.bench.operators",
     "parallel": "trimegatron.bench.parallel",

@@ -44,6 +44,7 @@ __all__ = [
     "layer_norm",
     "scaled_causal_softmax",
     "scaled_masked_softmax",
+    "softmax_dropout",
     "sum_of_squares",
     "uses_triton",
 ]
@@ -87,6 +88,16 @@ def _check_dropout(x: Tensor, batch: int, sample_numbers: Tensor | None, seed: i
     )
     _check(0 <= seed < 1 << 32, f"seed ({seed}) must be in [0, 2**32).")
     return sample_numbers
+
+
+def _check_scores(scores: Tensor, mask: Tensor | None = None) -> None:
+    _check(scores.dim() == 4, f"scores ({list(scores.shape)}) must be [batch, heads, queries, keys].")
+    if mask is not None:
+        fits = mask.dim() == 4 and all(m in (1, s) for m, s in zip(mask.shape, scores.shape, strict=True))
+        _check(
+            mask.dtype == torch.bool and fits,
+            f"mask ({mask.dtype}, {list(mask.shape)}) must be bool and broadcast to {list(scores.shape)}.",
+        )
 
 
 def _check_norm(x: Tensor, weight: Tensor, bias: Tensor) -> None:
@@ -230,7 +241,7 @@ def bias_gelu_backward_with_activation(
 
 def scaled_causal_softmax(scores: Tensor, scale: float = 1.0, *, impl: str = "auto") -> Tensor:
     """softmax(scale · scores) for scores [b, n, sq, sk]; query i sees the keys j <= i + (sk - sq)."""
-    _check(scores.dim() == 4, f"scores ({list(scores.shape)}) must be [batch, heads, queries, keys].")
+    _check_scores(scores)
     return ops.ScaledCausalSoftmax.apply(scores, scale, uses_triton(impl, scores))
 
 
@@ -240,14 +251,45 @@ def scaled_masked_softmax(scores: Tensor, mask: Tensor | None, scale: float = 1.
     ``mask`` is bool and broadcasts to the scores ([b or 1, n or 1, sq, sk]), True = masked, or None. A row without
     any visible key is zero and has zero gradient.
     """
-    _check(scores.dim() == 4, f"scores ({list(scores.shape)}) must be [batch, heads, queries, keys].")
-    if mask is not None:
-        fits = mask.dim() == 4 and all(m in (1, s) for m, s in zip(mask.shape, scores.shape, strict=True))
-        _check(
-            mask.dtype == torch.bool and fits,
-            f"mask ({mask.dtype}, {list(mask.shape)}) must be bool and broadcast to {list(scores.shape)}.",
-        )
+    _check_scores(scores, mask)
     return ops.ScaledMaskedSoftmax.apply(scores, mask, scale, uses_triton(impl, scores))
+
+
+def softmax_dropout(
+    scores: Tensor,
+    mask: Tensor | None = None,
+    scale: float = 1.0,
+    *,
+    causal: bool,
+    p: float,
+    seed: int,
+    sample_numbers: Tensor | None,
+    layer: int,
+    head_offset: int = 0,
+    position_offset: int = 0,
+    training: bool = True,
+    impl: str = "auto",
+) -> Tensor:
+    """``attention_dropout`` of ``scaled_causal_softmax`` (``causal``) or ``scaled_masked_softmax`` in one pass; with
+    ``causal`` and a mask the keys that both leave are visible. The kernel keeps the scores for the backward pass, and
+    makes the probabilities and the mask again."""
+    _check_scores(scores, mask)
+    drops = bool(training and philox.dropout_threshold(p))
+    if drops:
+        sample_numbers = _check_dropout(scores, scores.shape[0], sample_numbers, seed)
+        if uses_triton(impl, scores):
+            mask_of = (seed, layer, head_offset, position_offset)
+            return ops.SoftmaxDropout.apply(scores, mask, sample_numbers, scale, causal, p, mask_of)
+    if causal and mask is None:
+        probabilities = scaled_causal_softmax(scores, scale, impl=impl)
+    else:
+        probabilities = scaled_masked_softmax(scores, reference.hidden_keys(scores, mask, causal), scale, impl=impl)
+    if not drops:
+        return probabilities
+    return reference.attention_dropout(
+        probabilities, p=p, seed=seed, sample_numbers=sample_numbers, layer=layer, head_offset=head_offset,
+        position_offset=position_offset,
+    )  # fmt: skip
 
 
 def attention_dropout(

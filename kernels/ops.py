@@ -105,6 +105,18 @@ define_op(
     lambda dy, y, scale, causal: _like(y),
 )
 define_op(
+    "softmax_dropout_forward(Tensor scores, Tensor? mask, Tensor sample_numbers, float scale, bool causal, float p,"
+    " int seed, int layer, int head_offset, int position_offset) -> (Tensor, Tensor)",
+    "softmax",
+    lambda scores, *rest: (_like(scores), scores.new_empty(2, scores.shape[:-1].numel(), dtype=torch.float32)),
+)
+define_op(
+    "softmax_dropout_backward(Tensor dy, Tensor scores, Tensor? mask, Tensor statistics, Tensor sample_numbers,"
+    " float scale, bool causal, float p, int seed, int layer, int head_offset, int position_offset) -> Tensor",
+    "softmax",
+    lambda dy, scores, *rest: _like(scores),
+)
+define_op(
     "attention_dropout(Tensor x, Tensor sample_numbers, float p, int seed, int layer, int head_offset,"
     " int position_offset) -> Tensor",
     "attention_dropout",
@@ -283,6 +295,30 @@ class ScaledMaskedSoftmax(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         return _kernels(ctx.triton).scaled_softmax_backward(dy, *ctx.saved_tensors, ctx.scale, False), None, None, None
+
+
+class SoftmaxDropout(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        scores: Tensor,
+        mask: Tensor | None,
+        sample_numbers: Tensor,
+        scale: float,
+        causal: bool,
+        p: float,
+        mask_of: tuple[int, int, int, int],  # seed, layer, head_offset, position_offset
+    ) -> Tensor:
+        ctx.call = (scale, causal, p, *mask_of)
+        y, statistics = torch.ops.trimegatron.softmax_dropout_forward(scores, mask, sample_numbers, *ctx.call)
+        ctx.save_for_backward(scores, mask, statistics, sample_numbers)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        dscores = torch.ops.trimegatron.softmax_dropout_backward(dy, *ctx.saved_tensors, *ctx.call)
+        return dscores, None, None, None, None, None, None
 
 
 class AttentionDropout(torch.autograd.Function):

@@ -102,6 +102,14 @@ def _causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
     return torch.ones(queries, keys, dtype=torch.bool, device=device).triu_(keys - queries + 1)
 
 
+def hidden_keys(scores: Tensor, mask: Tensor | None, causal: bool) -> Tensor | None:
+    """``mask`` and, with ``causal``, the keys after each query: True where the scores do not count."""
+    if not causal:
+        return mask
+    later = _causal_mask(*scores.shape[-2:], scores.device)
+    return later if mask is None else mask | later
+
+
 def _softmax_of_visible(scores: Tensor, mask: Tensor, scale: float, has_blind_rows: bool) -> Tensor:
     y = (scores.float() * scale).masked_fill(mask, -math.inf).softmax(dim=-1)
     if has_blind_rows:
@@ -141,7 +149,7 @@ def attention_dropout(
     training: bool = True,
 ) -> Tensor:
     """probabilities · keep / (1 - p)."""
-    if not (training and philox.dropout_threshold(p)):
+    if not (training and philox.dropout_threshold(p)) or probabilities.numel() == 0:
         return probabilities
     assert sample_numbers is not None
     keep = philox.attention_keep_mask(

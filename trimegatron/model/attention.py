@@ -144,20 +144,17 @@ class AttentionCore(nn.Module):
         scores = torch.baddbmm(
             q.new_empty(1, 1, 1), q, k.transpose(1, 2), beta=0, alpha=self.scale / self.score_divisor
         ).unflatten(0, heads)  # [b, n, s, s]
-        if mask is None:
-            probabilities = functional.scaled_causal_softmax(scores, self.score_divisor, impl=self.kernels)
-        else:
-            probabilities = functional.scaled_masked_softmax(scores, mask.hidden, self.score_divisor, impl=self.kernels)
-        if drops:
-            assert sample_numbers is not None, "dropout masks are a function of the sample numbers"
-            probabilities = functional.attention_dropout(
-                probabilities,
-                p=self.dropout,
-                seed=self.seed,
-                sample_numbers=sample_numbers,
-                layer=self.layer,
-                head_offset=self.head_offset,
-                training=True,
-                impl=self.kernels,
-            )
+        probabilities = functional.softmax_dropout(
+            scores,
+            None if mask is None else mask.hidden,
+            self.score_divisor,
+            causal=mask is None,
+            p=self.dropout,
+            seed=self.seed,
+            sample_numbers=sample_numbers,
+            layer=self.layer,
+            head_offset=self.head_offset,
+            training=self.training,
+            impl=self.kernels,
+        )
         return torch.bmm(probabilities.flatten(0, 1), v).unflatten(0, heads)

@@ -32,6 +32,8 @@ def arguments() -> dict[str, tuple[Any, ...]]:
         "scaled_causal_softmax_forward": (scores.transpose(0, 1), 0.5),
         "scaled_masked_softmax_forward": (scores, mask, 0.5),
         "scaled_softmax_backward": (scores, scores, 0.5, True),
+        "softmax_dropout_forward": (scores.transpose(0, 1), mask[:, :, :1], SAMPLES, 0.5, True, 0.1, 1, 2, 3, 4),
+        "softmax_dropout_backward": (scores, scores, mask, torch.rand(2, 12) + 1, SAMPLES, 0.5, False, 0.1, 1, 2, 3, 4),
         "attention_dropout": (scores, SAMPLES, 0.1, 1, 2, 3, 4),
         "adamw_step_": (*flat, values, tiles, flat[0].half()),
         "sum_of_squares": (x,),
@@ -64,6 +66,7 @@ def step(x: Tensor, w: Tensor, b: Tensor, scores: Tensor, samples: Tensor) -> Te
     y = functional.bias_gelu(y, b, impl="triton")
     y = functional.bias_dropout_add(y, w, x, site=functional.Site.MLP_OUTPUT, **mask)
     z = functional.attention_dropout(functional.scaled_causal_softmax(scores, 0.5, impl="triton"), **mask)
+    z = functional.softmax_dropout(z, None, 0.5, causal=True, **mask)
     z = functional.scaled_masked_softmax(z, scores.detach() > 1, 0.5, impl="triton")
     total, y = functional.bias_dropout_add_layer_norm(y, w * 2, x, w, b, site=functional.Site.ATTENTION_OUTPUT, **mask)
     total, y = functional.add_layer_norm(y, total, w, b, impl="triton")
