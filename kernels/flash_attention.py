@@ -1,13 +1,13 @@
 """Causal attention in Triton without a matrix of scores: o = dropout(softmax(scale · q kᵀ)) v for each head.
 
-Query i sees the keys document_starts[i] … i (0 … i without documents). A program holds a tile of queries and walks over
-the keys they see with a running maximum and sum, in fp32; tiles before the earliest start are not read. What is kept for
-backward is o and lse = log Σ exp(scale · q kᵀ), fp32 [b, n, s]. The dropout mask is that of ``attention_dropout``
+Query i sees the keys document_starts[i] … i (0 … i without documents). A program holds a tile of queries and walks
+over the keys they see with a running maximum and sum, in fp32; tiles before the earliest start are not read. What is
+kept for backward is o and lse = log Σ exp(scale · q kᵀ), fp32 [b, n, s]. The dropout mask is ``attention_dropout``'s
 (``philox.py``), made where it is used: in the accumulator's layout a thread's draws are those of its own scores.
 
-Products of half precision are summed in fp32; fp32 inputs are multiplied in IEEE fp32, on the ordinary units: for tests.
-Head sizes up to 128 are filled up to a power of two by masking. Inputs may have any strides; where the last one is not 1
-they are copied. The backward kernels are in ``flash_attention_backward.py``.
+Products of half precision are summed in fp32; fp32 inputs are multiplied in IEEE fp32, on the ordinary units, which is
+slow: for tests. Head sizes up to 128 are filled up to a power of two by masking. Inputs may have any strides; where the
+last one is not 1 they are copied. The backward kernels are in ``flash_attention_backward.py``.
 """
 
 import torch
@@ -31,8 +31,8 @@ def load_rows(
 ):  # fmt: skip
     """Rows [R] of a matrix with ``rows`` rows of D elements, ``stride`` units of UNIT apart: [R, WIDTH], 0 outside.
 
-    ``CHECKED`` says that a row may lie outside. A stride known to be a multiple of UNIT = 8 lets 16 bytes move at a time
-    where the stride itself is not a multiple of 16.
+    ``CHECKED`` says that a row may lie outside. A stride known to be a multiple of UNIT = 8 lets 16 bytes move at a
+    time where it is not a multiple of 16, the only one Triton looks for.
     """
     column = tl.arange(0, WIDTH)
     pointers = base + (tl.cast(row, tl.int64)[:, None] * (tl.cast(stride, tl.int64) * UNIT) + column[None, :])
@@ -149,8 +149,8 @@ def width(head_size: int) -> int:
 
 
 def flags(q: Tensor, sample_numbers: Tensor | None, document_starts: Tensor | None, unit: int) -> dict[str, object]:
-    """What the kernels are compiled for, tiles apart. Triton's interpreter multiplies bf16 wrongly: there it is taken to
-    fp32 first."""
+    """What the kernels are compiled for, tiles apart. Triton's interpreter multiplies bf16 wrongly: there it is taken
+    to fp32 first."""
     return {
         "DROPS": sample_numbers is not None,
         "DOCUMENTS": document_starts is not None,

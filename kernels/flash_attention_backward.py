@@ -4,9 +4,9 @@ With P = softmax(scale · q kᵀ), P' = P · keep / (1 - p) and δ = Σ_d do · 
 
     dv = P'ᵀ do        dS = P (keep / (1 - p) · do vᵀ - δ)        dq = scale · dS k        dk = scale · dSᵀ q
 
-P comes from q, k and lse, keep from its coordinates. One kernel walks over keys for a tile of queries and gives dq and δ,
-then one walks over queries for a tile of keys and gives dk and dv, summed over the query heads that share them. Each makes
-P and keep anew: two products and one mask more than adding dq up with atomics would take, whose order is not fixed.
+P comes from q, k and lse, keep from its coordinates. One kernel walks over keys for a tile of queries and gives dq and
+δ, then one walks over queries for a tile of keys and gives dk and dv, summed over the query heads that share them. Each
+makes P and keep anew: two products and one mask more than adding dq up with atomics would take, in no fixed order.
 """
 
 import torch
@@ -125,8 +125,8 @@ def _keys_tile(
     DIAGONAL: tl.constexpr, DROPS: tl.constexpr, DOCUMENTS: tl.constexpr, UNIT: tl.constexpr, UPCAST: tl.constexpr,
     D: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """(dk / scale, dv (1 - p)) with one more tile of queries, from ``begin``. Queries past the end have q, dout and δ 0,
-    and so no part in either."""
+    """(dk / scale, dv (1 - p)) with one more tile of queries, from ``begin``. Queries past the end have q, dout and δ
+    of 0, and so no part in either."""
     query = begin + tl.arange(0, M)
     q_tile = load_rows(q, query, stride_q, s, D, WIDTH, UNIT, True, UPCAST)
     do_tile = load_rows(dout, query, stride_do, s, D, WIDTH, UNIT, True, UPCAST)

@@ -225,8 +225,8 @@ def flash_attention(
         k, v: [b, n_kv, s, d] where n_kv divides n: n / n_kv query heads in a row share a head of keys.
         scale: above 0.
         head_offset: the global number of q's head 0.
-        document_starts: int64 [b, s], document_starts[i] <= i: query i sees the keys document_starts[i] … i. All up to i
-            without it.
+        document_starts: int64 [b, s], document_starts[i] <= i: query i sees the keys document_starts[i] … i; without
+            it all up to i.
     Returns:
         [b, n, s, d] of q's dtype; the kernel's lies in memory as [s, b, n, d], ready for the output projection.
     """

@@ -113,14 +113,14 @@ define_op(
     lambda x, *rest: _like(x),
 )
 define_op(
-    "flash_attention_forward(Tensor q, Tensor k, Tensor v, Tensor? sample_numbers, Tensor? document_starts, float scale,"
-    " float p, int seed, int layer, int head_offset) -> (Tensor, Tensor)",
+    "flash_attention_forward(Tensor q, Tensor k, Tensor v, Tensor? sample_numbers, Tensor? document_starts,"
+    " float scale, float p, int seed, int layer, int head_offset) -> (Tensor, Tensor)",
     "flash_attention",
     lambda q, *rest: (_like_heads(q), q.new_empty(q.shape[:3], dtype=torch.float32)),
 )
 define_op(
-    "flash_attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? sample_numbers,"
-    " Tensor? document_starts, float scale, float p, int seed, int layer, int head_offset) -> (Tensor, Tensor, Tensor)",
+    "flash_attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse,"
+    " Tensor? sample_numbers, Tensor? document_starts, float scale, float p, int seed, int layer, int head_offset) -> (Tensor, Tensor, Tensor)",
     "flash_attention_backward",
     lambda dout, q, k, v, *rest: (_like_heads(q), _like_heads(k), _like_heads(v)),
 )

@@ -56,7 +56,9 @@ def inputs(s: int, d: int, n: int = 2, n_kv: int = 2, dtype: torch.dtype = torch
     return [torch.randn(2, heads, s, d).to(dtype) for heads in (n, n_kv, n_kv)]
 
 
-def check(guards: Guards, impl: str, tensors: list[Tensor | None], documents: Tensor | None = None, **mask: Any) -> None:
+def check(
+    guards: Guards, impl: str, tensors: list[Tensor | None], documents: Tensor | None = None, **mask: Any
+) -> None:
     assert tensors[0] is not None
     limit = TOLERANCE[tensors[0].dtype]
     compare(guards, op(impl, documents, **mask), formula(documents, **mask), tensors, tolerance=limit)
@@ -107,7 +109,7 @@ def test_layouts(guards: Guards, layout: str) -> None:
 
 
 def test_views_of_a_projection(guards: Guards) -> None:
-    """q, k, v as the model has them, an expanded incoming gradient, and an output that is [s, b, n d] without a copy."""
+    """q, k, v as the model has them, an expanded incoming gradient, and an output that is [s, b, n d] uncopied."""
     s, b, n, d = 33, 2, 2, 24
     grads, outputs = [], []
     for function in (op("triton"), formula()):

@@ -17,6 +17,8 @@ SAMPLES = torch.tensor([4, 9])
 def arguments() -> dict[str, tuple[Any, ...]]:
     x, w, rows = torch.randn(3, 2, 8), torch.randn(8), torch.rand(6)
     scores, mask = torch.randn(2, 2, 3, 5), torch.rand(2, 1, 3, 5) > 0.5
+    q, lse = torch.randn(2, 2, 3, 16), torch.full((2, 2, 3), 3.0)
+    k, starts = torch.randn(3, 2, 1, 16).permute(1, 2, 0, 3), torch.tensor([[0, 0, 2], [0, 1, 1]])
     flat = [torch.rand(20) for _ in range(4)]
     values = torch.tensor(functional.adamw_scalars(lr=0.1, weight_decay=0.1, beta1=0.9, beta2=0.99, eps=1e-8, step=1))
     return {
@@ -31,6 +33,8 @@ def arguments() -> dict[str, tuple[Any, ...]]:
         "scaled_masked_softmax_forward": (scores, mask, 0.5),
         "scaled_softmax_backward": (scores, scores, 0.5, True),
         "attention_dropout": (scores, SAMPLES, 0.1, 1, 2, 3, 4),
+        "flash_attention_forward": (q, k, k, SAMPLES, starts, 0.3, 0.1, 1, 2, 3),
+        "flash_attention_backward": (q, q, k, k, q, lse, SAMPLES, starts, 0.3, 0.1, 1, 2, 3),
         "adamw_step_": (*flat, values, 10, flat[0].half()),
         "sum_of_squares": (x,),
     }
@@ -54,7 +58,9 @@ def step(x: Tensor, w: Tensor, b: Tensor, scores: Tensor, samples: Tensor) -> Te
     y = functional.bias_dropout_add(y, w, x, site=functional.Site.MLP_OUTPUT, **mask)
     z = functional.attention_dropout(functional.scaled_causal_softmax(scores, 0.5, impl="triton"), **mask)
     z = functional.scaled_masked_softmax(z, scores.detach() > 1, 0.5, impl="triton")
-    return (y.square().sum() + z.square().sum()) * 0.5
+    heads = y.view(3, 2, 2, 4).permute(1, 2, 0, 3)
+    a = functional.flash_attention(heads, heads, heads, scale=0.5, document_starts=samples.new_zeros(2, 3), **mask)
+    return (y.square().sum() + z.square().sum() + a.square().sum()) * 0.5
 
 
 def test_compiles_as_one_graph() -> None:
