@@ -188,13 +188,15 @@ def empty_heads(q: Tensor, heads: int) -> Tensor:
 
 
 def _config(q: Tensor) -> Config:
+    """The largest tiles that neither spill nor need more shared memory than the architecture has. All warps lie along
+    the queries where there are at least as many as keys, as the dropout mask's layout wants."""
     architecture, columns = launcher.architecture(q.device), width(q.shape[-1])
     if q.dtype == torch.float32:
         heuristic = Config(32, 32, 4)
     elif columns <= 64:
         heuristic = Config(128, 128, 8, 2) if architecture >= 90 else Config(128, 64, 8, 3)
     else:
-        heuristic = Config(128, 128, 8, 2) if architecture >= 100 else Config(128, 64, 8, 2)
+        heuristic = Config(128, 64, 8, 2)
     return launcher.configure("flash_attention_forward", heuristic, head_size=q.shape[-1])
 
 

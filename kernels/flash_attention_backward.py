@@ -207,13 +207,16 @@ def _keys_kernel(
 
 def _configs(q: Tensor) -> tuple[Config, Config]:
     """Of the walk over keys and of the walk over queries."""
-    columns = width(q.shape[-1])
+    architecture, columns = launcher.architecture(q.device), width(q.shape[-1])
+    hopper = 90 <= architecture < 100
     if q.dtype == torch.float32:
         heuristics = Config(32, 32, 4), Config(32, 32, 4)
     elif columns <= 64:
-        heuristics = Config(128, 64, 8, 2), Config(64, 64, 4, 2)
+        heuristics = Config(128, 64, 8, 2), Config(128, 64, 8, 2) if hopper else Config(64, 64, 4, 2)
+    elif architecture < 90:
+        heuristics = Config(128, 32, 8, 2), Config(64, 64, 8, 2)
     else:
-        heuristics = Config(128, 64, 8, 2), Config(64, 64, 4, 2)
+        heuristics = Config(128, 64, 8, 2), Config(128, 64, 8, 1) if hopper else Config(64, 64, 4, 2)
     names = ("flash_attention_backward_queries", "flash_attention_backward_keys")
     queries, keys = (
         launcher.configure(name, heuristic, head_size=q.shape[-1])

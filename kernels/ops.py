@@ -120,7 +120,8 @@ define_op(
 )
 define_op(
     "flash_attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse,"
-    " Tensor? sample_numbers, Tensor? document_starts, float scale, float p, int seed, int layer, int head_offset) -> (Tensor, Tensor, Tensor)",
+    " Tensor? sample_numbers, Tensor? document_starts, float scale, float p, int seed, int layer, int head_offset)"
+    " -> (Tensor, Tensor, Tensor)",
     "flash_attention_backward",
     lambda dout, q, k, v, *rest: (_like_heads(q), _like_heads(k), _like_heads(v)),
 )

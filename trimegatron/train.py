@@ -244,8 +244,8 @@ def check_kernels(config: Config, device: torch.device) -> None:
         )
     if model.attention_backend == "flash" and device.type == "cpu" and model.kernels != "triton":
         raise ConfigError(
-            "--attention-backend (flash) is a Triton kernel and needs a GPU; this run is on the CPU. Use auto or softmax,"
-            " or --kernels triton with TRITON_INTERPRET=1 (very slow, for tests)"
+            "--attention-backend (flash) is a Triton kernel and needs a GPU; this run is on the CPU. Use auto or"
+            " softmax, or --kernels triton with TRITON_INTERPRET=1 (very slow, for tests)"
         )
     if config.model.kernels == "triton" and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         raise ConfigError(

@@ -12,17 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels import aot
-from trimegatron.kernels import (
-    adamw,
-    attention_dropout,
-    bias_dropout_add,
-    bias_gelu,
-    column_sum,
-    flash_attention,
-    flash_attention_backward,
-    layer_norm,
-    softmax,
-)
+from trimegatron.kernels import adamw, attention_dropout, bias_dropout_add, bias_gelu, column_sum, layer_norm, softmax
 
 HIDDEN_SIZES = (768, 1024, 4096)
 TILED = 768  # ops that cut the hidden size into tiles compile to the same loop at every size
