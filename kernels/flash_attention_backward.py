@@ -206,17 +206,19 @@ def _keys_kernel(
 
 
 def _configs(q: Tensor) -> tuple[Config, Config]:
-    """Of the walk over keys and of the walk over queries."""
-    architecture, columns = launcher.architecture(q.device), width(q.shape[-1])
-    hopper = 90 <= architecture < 100
+    """Of the walk over keys and of the walk over queries: the largest tiles that neither spill nor need more shared
+    memory than there is. One stage is slower than two, and all that the registers leave."""
+    architecture, narrow = launcher.architecture(q.device), width(q.shape[-1]) <= 64
     if q.dtype == torch.float32:
         heuristics = Config(32, 32, 4), Config(32, 32, 4)
-    elif columns <= 64:
-        heuristics = Config(128, 64, 8, 2), Config(128, 64, 8, 2) if hopper else Config(64, 64, 4, 2)
-    elif architecture < 90:
-        heuristics = Config(128, 32, 8, 2), Config(64, 64, 8, 2)
+    elif architecture >= 100:
+        heuristics = Config(128, 64, 8, 2), Config(64, 64, 4, 2)
+    elif architecture >= 90:
+        heuristics = Config(128, 64, 8, 2), Config(128, 64, 8, 2 if narrow else 1)
+    elif narrow:
+        heuristics = Config(128, 64, 8, 2), Config(64, 64, 4, 1)
     else:
-        heuristics = Config(128, 64, 8, 2), Config(128, 64, 8, 1) if hopper else Config(64, 64, 4, 2)
+        heuristics = Config(128, 32, 8, 2), Config(64, 64, 8, 2)
     names = ("flash_attention_backward_queries", "flash_attention_backward_keys")
     queries, keys = (
         launcher.configure(name, heuristic, head_size=q.shape[-1])

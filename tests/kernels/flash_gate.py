@@ -1,7 +1,7 @@
 """Compiles flash attention for one architecture and prints one JSON line per kernel: a process of its own.
 
-``python -m tests.kernels.flash_gate 90 [START_OF_A_CASE …]``. Per kernel: what ``aot.py`` reads, and the instructions per
-score of its loop without the diagonal, by pipe.
+``python -m tests.kernels.flash_gate 90 [START_OF_A_CASE …]``. Per kernel: what ``aot.py`` reads, and the instructions
+per score of its loop without the diagonal, by pipe.
 """
 
 from __future__ import annotations

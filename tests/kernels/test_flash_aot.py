@@ -1,4 +1,4 @@
-"""Flash attention compiles for GPUs this machine does not have without a spill, and within its budget of instructions."""
+"""Flash attention compiles for GPUs this machine does not have, without a spill and within a budget of instructions."""
 
 from __future__ import annotations
 
@@ -74,4 +74,4 @@ def test_pipes() -> None:
              "UIADD3 UR4, UR4, 0x1, URZ", "@P1 BRA 0x0010", "@P2 BRA 0x0000", "NOP", "BRA 0x00a0"]  # fmt: skip
     sass = "\n".join(f"        /*{16 * i:04x}*/                   {line} ;" for i, line in enumerate(lines))
     (loop,) = pipes.loops(sass)
-    assert loop == dict(multiply=1, tensor=1, special=1, float=1, logic=1, memory=1, uniform=1, control=1)
+    assert loop == dict.fromkeys(("multiply", "tensor", "special", "float", "logic", "memory", "uniform", "control"), 1)
