@@ -187,14 +187,14 @@ def empty_heads(q: Tensor, heads: int) -> Tensor:
     return torch.empty(s, b, heads, d, dtype=q.dtype, device=q.device).permute(1, 2, 0, 3)
 
 
-def _config(q: Tensor) -> Config:
+def _config(q: Tensor, documents: bool) -> Config:
     """The largest tiles that neither spill nor need more shared memory than the architecture has. All warps lie along
     the queries where there are at least as many as keys, as the dropout mask's layout wants."""
     architecture, columns = launcher.architecture(q.device), width(q.shape[-1])
     if q.dtype == torch.float32:
         heuristic = Config(32, 32, 4)
     elif columns <= 64:
-        heuristic = Config(128, 128, 8, 2) if architecture >= 90 else Config(128, 64, 8, 3)
+        heuristic = Config(128, 64, 8, 3) if architecture < 90 else Config(128, 64 if documents else 128, 8, 2)
     else:
         heuristic = Config(128, 64, 8, 2)
     return launcher.configure("flash_attention_forward", heuristic, head_size=q.shape[-1])
@@ -211,7 +211,7 @@ def flash_attention_forward(
     if q.numel() == 0:
         return out, lse
     (q, k, v), unit = dense_rows(q, k, v)
-    config = _config(q)
+    config = _config(q, document_starts is not None)
     launcher.launch(
         _forward_kernel, (triton.cdiv(s, config.rows) * b * heads,), q, k, v, out, lse,
         None if sample_numbers is None else sample_numbers.contiguous(),

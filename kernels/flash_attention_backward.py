@@ -205,16 +205,17 @@ def _keys_kernel(
     store_rows(dv + offset, key, stride, s, dv_tile * dropout_scale, D, WIDTH)
 
 
-def _configs(q: Tensor) -> tuple[Config, Config]:
+def _configs(q: Tensor, drops: bool, documents: bool) -> tuple[Config, Config]:
     """Of the walk over keys and of the walk over queries: the largest tiles that neither spill nor need more shared
     memory than there is. One stage is slower than two, and all that the registers leave."""
     architecture, narrow = launcher.architecture(q.device), width(q.shape[-1]) <= 64
     if q.dtype == torch.float32:
-        heuristics = Config(32, 32, 4), Config(32, 32, 4)
+        heuristics = Config(32, 32, 8), Config(32, 32, 4)
     elif architecture >= 100:
         heuristics = Config(128, 64, 8, 2), Config(64, 64, 4, 2)
     elif architecture >= 90:
-        heuristics = Config(128, 64, 8, 2), Config(128, 64, 8, 2 if narrow else 1)
+        queries_columns = 64 if narrow or not documents else 32
+        heuristics = Config(128, queries_columns, 8, 2), Config(128, 64, 8, 2 if narrow and drops else 1)
     elif narrow:
         heuristics = Config(128, 64, 8, 2), Config(64, 64, 4, 1)
     else:
@@ -247,7 +248,7 @@ def flash_attention_backward(
     qkv_strides = (*strides(q, unit), *strides(k, unit), *strides(v, unit))
     constants = (scale, *mask_words(p, seed, layer, head_offset, heads))
     compiled_for = flags(q, sample_numbers, document_starts, unit)
-    by_queries, by_keys = _configs(q)
+    by_queries, by_keys = _configs(q, sample_numbers is not None, document_starts is not None)
     launcher.launch(
         _queries_kernel, (triton.cdiv(s, by_queries.rows) * b * heads,), q, k, v, out, dout, lse, delta, dq, *places,
         heads, heads // kv_heads, s, *qkv_strides, *strides(out, unit), *strides(dout, unit), *constants,
