@@ -217,7 +217,7 @@ def _configs(q: Tensor, drops: bool, documents: bool) -> tuple[Config, Config]:
         queries_columns = 64 if narrow or not documents else 32
         heuristics = Config(128, queries_columns, 8, 2), Config(128, 64, 8, 2 if narrow and drops else 1)
     elif narrow:
-        heuristics = Config(128, 64, 8, 2), Config(64, 64, 4, 1)
+        heuristics = Config(128, 64, 8, 2), Config(64, 64, 4, 2 if drops and not documents else 1)
     else:
         heuristics = Config(128, 32, 8, 2), Config(64, 64, 8, 2)
     names = ("flash_attention_backward_queries", "flash_attention_backward_keys")
