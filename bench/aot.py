@@ -21,6 +21,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from trimegatron.bench import pipes
 from trimegatron.kernels import launcher
 from trimegatron.kernels.launcher import Config
 
@@ -76,6 +77,8 @@ class Code:
     loads: Counter[int] = field(default_factory=Counter)
     stores: Counter[int] = field(default_factory=Counter)
     async_loads: Counter[int] = field(default_factory=Counter)
+    loops: list[Counter[str]] = field(default_factory=list)
+    """Instructions by pipe of the loops that multiply matrices (``pipes.py``)."""
     narrow_offsets: list[str] = field(default_factory=list)
     """Pointer arithmetic on [R, C] tiles with 32-bit offsets, which overflow at 2**31 elements."""
 
@@ -184,7 +187,8 @@ def measure(launch: Launch, arch: int) -> Code:
         cubin = Path(folder) / "kernel.cubin"
         cubin.write_bytes(compiled.asm["cubin"])
         usage = _tool("--dump-resource-usage", str(cubin)).split(f"Function {compiled.metadata.name}:")[-1]
-        opcodes = _OPCODE.findall(_tool("-sass", str(cubin)))
+        sass = _tool("-sass", str(cubin))
+        opcodes = _OPCODE.findall(sass)
     match = _RESOURCES.search(usage)
     assert match, usage
     registers, stack, static_shared, local = map(int, match.groups())
@@ -192,6 +196,7 @@ def measure(launch: Launch, arch: int) -> Code:
     code = Code(
         arch, config.num_warps, config.num_stages, registers, stack + local, static_shared + compiled.metadata.shared
     )
+    code.loops = pipes.loops(sass)
     code.narrow_offsets = _NARROW_OFFSET.findall(compiled.asm["ttir"])
     counters = {"LDG": code.loads, "STG": code.stores, "LDGSTS": code.async_loads}
     for opcode in opcodes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -69,3 +70,41 @@ def softmax_cases(s: Shapes) -> Iterator[Case]:
                lambda x, samples: attention_dropout.attention_dropout(x, samples, *words[2:]),
                lambda x, samples: reference.attention_dropout(x, sample_numbers=samples, **MASK),
                lambda x, _: F.dropout(x, P), 2 * elements * s.size)  # fmt: skip
+
+
+def flash_cases(s: Shapes) -> Iterator[Case]:
+    """Causal with dropout: one sample of up to 2048 tokens, up to 16 heads of 64 or 128, so that the exact result fits
+    into memory."""
+    from trimegatron.kernels import flash_attention, flash_attention_backward
+
+    size = min(s.hidden, 64 if s.hidden <= 1024 else 128)
+    shape = (1, max(1, min(16, s.hidden // size)), min(s.rows, 2048), size)
+    scale = size**-0.5
+    label = "×".join(map(str, shape[1:])) + f" {str(s.dtype).removeprefix('torch.')}"
+    floor = shape[1] * shape[2] * size * s.size
+    words = (None, scale, P, SEED, LAYER, 0)  # no documents
+
+    def inputs() -> list[Tensor]:
+        return [*(s.normal(*shape) for _ in range(3)), s.samples(1)]
+
+    def exact(q: Tensor, k: Tensor, v: Tensor, samples: Tensor, *_: Tensor) -> Tensor:
+        return functional.flash_attention(q, k, v, scale=scale, sample_numbers=samples, impl="reference", **MASK)
+
+    def rival(q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=P, scale=scale)
+
+    def backward_inputs() -> list[Tensor]:
+        q, k, v, samples = inputs()
+        later = torch.ones(shape[2], shape[2], dtype=torch.bool, device=s.device).triu(1)
+        lse = (q.float() @ k.float().mT * scale).masked_fill(later, -torch.inf).logsumexp(dim=-1)
+        return [q, k, v, samples, exact(q, k, v, samples), lse, s.normal(*shape)]
+
+    def backward(q: Tensor, k: Tensor, v: Tensor, samples: Tensor, out: Tensor, lse: Tensor, dout: Tensor) -> Any:
+        return flash_attention_backward.flash_attention_backward(dout, q, k, v, out, lse, samples, *words)
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, samples: Tensor) -> Tensor:
+        return flash_attention.flash_attention_forward(q, k, v, samples, *words)[0]
+
+    yield Case("flash_attention_forward", label, inputs, forward, exact, rival, 4 * floor)
+    yield Case("flash_attention_backward", label, backward_inputs, backward, gradients(exact, 3), rival, 8 * floor,
+               leaves=3)  # fmt: skip

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trimegatron.bench.attention_cases import softmax_cases
+from trimegatron.bench.attention_cases import flash_cases, softmax_cases
 from trimegatron.bench.case import BATCH, LAYER, MASK, SEED, Case, P, Shapes, gradients
 from trimegatron.kernels import functional, philox, reference
 from trimegatron.kernels.adamw_runs import ALIGNMENT, AdamWRuns, Run
@@ -225,7 +225,7 @@ def optimizer_cases(s: Shapes) -> Iterator[Case]:
 
 
 GROUPS: tuple[Callable[[Shapes], Iterator[Case]], ...] = (
-    norm_cases, add_norm_cases, gelu_cases, dropout_cases, softmax_cases, cross_entropy_cases
+    norm_cases, add_norm_cases, gelu_cases, dropout_cases, softmax_cases, flash_cases, cross_entropy_cases
 )  # fmt: skip
 """At every number of rows and hidden size; ``optimizer_cases`` depend on the product alone."""
 

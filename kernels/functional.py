@@ -26,7 +26,11 @@ from trimegatron.kernels.adamw_runs import AdamWRuns, Run
 from trimegatron.kernels.adamw_scalars import NUM_ADAMW_SCALARS, AdamWScalar, adamw_scalars
 from trimegatron.kernels.philox import Site
 
+MAX_HEAD_SIZE = 128
+"""Of ``flash_attention``: what the tiles of its backward pass leave room for in the registers."""
+
 __all__ = [
+    "MAX_HEAD_SIZE",
     "NUM_ADAMW_SCALARS",
     "AdamWRuns",
     "AdamWScalar",
@@ -41,6 +45,7 @@ __all__ = [
     "bias_gelu",
     "bias_gelu_backward_with_activation",
     "cross_entropy",
+    "flash_attention",
     "layer_norm",
     "scaled_causal_softmax",
     "scaled_masked_softmax",
@@ -317,6 +322,65 @@ def attention_dropout(
     return reference.attention_dropout(
         probabilities, p=p, seed=seed, sample_numbers=sample_numbers, layer=layer, head_offset=head_offset,
         position_offset=position_offset,
+    )  # fmt: skip
+
+
+def flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    p: float,
+    seed: int,
+    sample_numbers: Tensor | None,
+    layer: int,
+    head_offset: int = 0,
+    document_starts: Tensor | None = None,
+    training: bool = True,
+    impl: str = "auto",
+) -> Tensor:
+    """Causal attention dropout(softmax(scale · q kᵀ)) v; the kernel holds no matrix of scores, forward or backward.
+
+    The mask is that of ``attention_dropout`` for the same arguments. Sums and the softmax are in fp32, whatever the
+    dtype; fp32 inputs are multiplied in IEEE fp32.
+
+    Args:
+        q: [b, n, s, d] with d up to ``MAX_HEAD_SIZE``, of any strides.
+        k, v: [b, n_kv, s, d] where n_kv divides n: n / n_kv query heads in a row share a head of keys.
+        scale: above 0.
+        head_offset: the global number of q's head 0.
+        document_starts: int64 [b, s], document_starts[i] <= i: query i sees the keys document_starts[i] … i; without
+            it all up to i.
+    Returns:
+        [b, n, s, d] of q's dtype; the kernel's lies in memory as [s, b, n, d], ready for the output projection.
+    """
+    _check(
+        q.dim() == 4 and k.shape == v.shape and k.dim() == 4 and k.shape[::2] == q.shape[::2]
+        and k.shape[3] == q.shape[3] and (q.shape[1] % k.shape[1] == 0 if k.shape[1] else q.shape[1] == 0),
+        f"q, k and v ({[list(x.shape) for x in (q, k, v)]}) must be [b, n, s, d] and twice [b, n_kv, s, d] where n_kv "
+        "divides n.",
+    )  # fmt: skip
+    _check(q.dtype == k.dtype == v.dtype, f"q, k and v must have one dtype; got {[x.dtype for x in (q, k, v)]}.")
+    _check(q.shape[3] <= MAX_HEAD_SIZE, f"q ({list(q.shape)}) must have a head size of at most {MAX_HEAD_SIZE}.")
+    _check(scale > 0, f"scale ({scale}) must be above 0.")
+    if document_starts is not None:
+        _check(
+            document_starts.dtype == torch.int64 and document_starts.shape == q.shape[::2]
+            and document_starts.device == q.device,
+            f"document_starts ({document_starts.dtype}, {list(document_starts.shape)}, {document_starts.device}) must "
+            f"be int64 of shape {list(q.shape[::2])} on {q.device}.",
+        )  # fmt: skip
+    if training and philox.dropout_threshold(p):
+        sample_numbers = _check_dropout(q, q.shape[0], sample_numbers, seed)
+    else:
+        p, sample_numbers = 0.0, None
+    if uses_triton(impl, q):
+        mask_of = (seed, layer, head_offset)
+        return ops.FlashAttention.apply(q, k, v, sample_numbers, document_starts, scale, p, mask_of)
+    return reference.flash_attention(
+        q, k, v, scale=scale, p=p, seed=seed, sample_numbers=sample_numbers, layer=layer, head_offset=head_offset,
+        document_starts=document_starts,
     )  # fmt: skip
 
 

@@ -41,6 +41,15 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
+@functools.cache
+def architecture(device: torch.device) -> int:
+    """Compute capability of a GPU as in sm_80. Anything else counts as the oldest the kernels are made for."""
+    if device.type != "cuda" or torch.version.cuda is None:
+        return 80
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
 def pipeline_stages(bytes_per_stage: int, most: int = 3) -> int:
     """Stages of a loop whose loads take ``bytes_per_stage``: n stages hold n - 1 buffers."""
     return 1 + min(most - 1, _PIPELINE_BYTES // max(1, bytes_per_stage))

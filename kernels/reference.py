@@ -159,6 +159,34 @@ def attention_dropout(
     return torch.where(keep, probabilities.float() * philox.dropout_scale(p), 0.0).to(probabilities.dtype)
 
 
+def flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    p: float,
+    seed: int,
+    sample_numbers: Tensor | None,
+    layer: int,
+    head_offset: int = 0,
+    document_starts: Tensor | None = None,
+    training: bool = True,
+) -> Tensor:
+    """dropout(softmax(scale · q kᵀ over the visible keys)) v."""
+    group, position = q.shape[1] // max(1, k.shape[1]), torch.arange(q.shape[2], device=q.device)
+    k, v = (x.float().repeat_interleave(group, dim=1) for x in (k, v))
+    hidden = (position > position[:, None])[None, None]
+    if document_starts is not None:
+        hidden = hidden | (position < document_starts[:, None, :, None])
+    probabilities = _softmax_of_visible(q.float() @ k.mT, hidden, scale, has_blind_rows=False)
+    probabilities = attention_dropout(
+        probabilities, p=p, seed=seed, sample_numbers=sample_numbers, layer=layer, head_offset=head_offset,
+        training=training,
+    )  # fmt: skip
+    return (probabilities @ v).to(q.dtype)
+
+
 @torch.no_grad()
 def cross_entropy_statistics(
     logits: Tensor, target: Tensor, vocab_start: int, num_valid: int, smoothed: bool

@@ -26,7 +26,8 @@ def test_every_op_moves_what_the_table_says() -> None:
         for case in kernel_cases.cases(8192, hidden, torch.bfloat16, "meta"):
             inputs = case.inputs()
             moved = moved_bytes(aot.record(lambda case=case, inputs=inputs: case.kernel(*inputs)))
-            assert case.floor <= moved < 1.06 * case.floor, (case.name, case.shape, moved / case.floor)
+            most = 1.53 if case.name == "flash_attention_backward" else 1.06  # both its kernels read q, k, v and dout
+            assert case.floor <= moved < most * case.floor, (case.name, case.shape, moved / case.floor)
     for case in kernel_cases.optimizer_cases(Shapes(1, 1 << 20, torch.bfloat16, torch.device("meta"))):
         inputs = case.inputs()
         moved = moved_bytes(aot.record(lambda case=case, inputs=inputs: case.kernel(*inputs)))
@@ -55,7 +56,7 @@ def test_the_device_check_walks_through_on_a_cpu() -> None:
         env=environment, text=True, capture_output=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
-    assert "120 cases right, 0 wrong" in done.stdout and "left out, the time was up: layer_norm_forward" in done.stdout
+    assert "132 cases right, 0 wrong" in done.stdout and "left out, the time was up: layer_norm_forward" in done.stdout
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
