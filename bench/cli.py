@@ -12,6 +12,7 @@ BENCHMARKS = {
     "checkpoint": "trimegatron.bench.checkpoint",
     "convert": "trimegatron.bench.convert",
     "data": "trimegatron.bench.data",
+    "kernels": "trimegatron.bench.kernels",
     "memory": "trimegatron.bench.memory",
     "operators": "trimegatron.bench.operators",
     "parallel": "trimegatron.bench.parallel",

@@ -26,7 +26,11 @@ from trimegatron.kernels.adamw_runs import AdamWRuns, Run
 from trimegatron.kernels.adamw_scalars import NUM_ADAMW_SCALARS, AdamWScalar, adamw_scalars
 from trimegatron.kernels.philox import Site
 
+MAX_HEAD_SIZE = 128
+"""Of ``flash_attention``: what the tiles of its backward pass leave room for in the registers."""
+
 __all__ = [
+    "MAX_HEAD_SIZE",
     "NUM_ADAMW_SCALARS",
     "AdamWRuns",
     "AdamWScalar",
@@ -41,9 +45,11 @@ __all__ = [
     "bias_gelu",
     "bias_gelu_backward_with_activation",
     "cross_entropy",
+    "flash_attention",
     "layer_norm",
     "scaled_causal_softmax",
     "scaled_masked_softmax",
+    "softmax_dropout",
     "sum_of_squares",
     "uses_triton",
 ]
@@ -87,6 +93,16 @@ def _check_dropout(x: Tensor, batch: int, sample_numbers: Tensor | None, seed: i
     )
     _check(0 <= seed < 1 << 32, f"seed ({seed}) must be in [0, 2**32).")
     return sample_numbers
+
+
+def _check_scores(scores: Tensor, mask: Tensor | None = None) -> None:
+    _check(scores.dim() == 4, f"scores ({list(scores.shape)}) must be [batch, heads, queries, keys].")
+    if mask is not None:
+        fits = mask.dim() == 4 and all(m in (1, s) for m, s in zip(mask.shape, scores.shape, strict=True))
+        _check(
+            mask.dtype == torch.bool and fits,
+            f"mask ({mask.dtype}, {list(mask.shape)}) must be bool and broadcast to {list(scores.shape)}.",
+        )
 
 
 def _check_norm(x: Tensor, weight: Tensor, bias: Tensor) -> None:
@@ -230,7 +246,7 @@ def bias_gelu_backward_with_activation(
 
 def scaled_causal_softmax(scores: Tensor, scale: float = 1.0, *, impl: str = "auto") -> Tensor:
     """softmax(scale · scores) for scores [b, n, sq, sk]; query i sees the keys j <= i + (sk - sq)."""
-    _check(scores.dim() == 4, f"scores ({list(scores.shape)}) must be [batch, heads, queries, keys].")
+    _check_scores(scores)
     return ops.ScaledCausalSoftmax.apply(scores, scale, uses_triton(impl, scores))
 
 
@@ -240,14 +256,45 @@ def scaled_masked_softmax(scores: Tensor, mask: Tensor | None, scale: float = 1.
     ``mask`` is bool and broadcasts to the scores ([b or 1, n or 1, sq, sk]), True = masked, or None. A row without
     any visible key is zero and has zero gradient.
     """
-    _check(scores.dim() == 4, f"scores ({list(scores.shape)}) must be [batch, heads, queries, keys].")
-    if mask is not None:
-        fits = mask.dim() == 4 and all(m in (1, s) for m, s in zip(mask.shape, scores.shape, strict=True))
-        _check(
-            mask.dtype == torch.bool and fits,
-            f"mask ({mask.dtype}, {list(mask.shape)}) must be bool and broadcast to {list(scores.shape)}.",
-        )
+    _check_scores(scores, mask)
     return ops.ScaledMaskedSoftmax.apply(scores, mask, scale, uses_triton(impl, scores))
+
+
+def softmax_dropout(
+    scores: Tensor,
+    mask: Tensor | None = None,
+    scale: float = 1.0,
+    *,
+    causal: bool,
+    p: float,
+    seed: int,
+    sample_numbers: Tensor | None,
+    layer: int,
+    head_offset: int = 0,
+    position_offset: int = 0,
+    training: bool = True,
+    impl: str = "auto",
+) -> Tensor:
+    """``attention_dropout`` of ``scaled_causal_softmax`` (``causal``) or ``scaled_masked_softmax`` in one pass; with
+    ``causal`` and a mask the keys that both leave are visible. The kernel keeps the scores for the backward pass, and
+    makes the probabilities and the mask again."""
+    _check_scores(scores, mask)
+    drops = bool(training and philox.dropout_threshold(p))
+    if drops:
+        sample_numbers = _check_dropout(scores, scores.shape[0], sample_numbers, seed)
+        if uses_triton(impl, scores):
+            mask_of = (seed, layer, head_offset, position_offset)
+            return ops.SoftmaxDropout.apply(scores, mask, sample_numbers, scale, causal, p, mask_of)
+    if causal and mask is None:
+        probabilities = scaled_causal_softmax(scores, scale, impl=impl)
+    else:
+        probabilities = scaled_masked_softmax(scores, reference.hidden_keys(scores, mask, causal), scale, impl=impl)
+    if not drops:
+        return probabilities
+    return reference.attention_dropout(
+        probabilities, p=p, seed=seed, sample_numbers=sample_numbers, layer=layer, head_offset=head_offset,
+        position_offset=position_offset,
+    )  # fmt: skip
 
 
 def attention_dropout(
@@ -275,6 +322,65 @@ def attention_dropout(
     return reference.attention_dropout(
         probabilities, p=p, seed=seed, sample_numbers=sample_numbers, layer=layer, head_offset=head_offset,
         position_offset=position_offset,
+    )  # fmt: skip
+
+
+def flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    p: float,
+    seed: int,
+    sample_numbers: Tensor | None,
+    layer: int,
+    head_offset: int = 0,
+    document_starts: Tensor | None = None,
+    training: bool = True,
+    impl: str = "auto",
+) -> Tensor:
+    """Causal attention dropout(softmax(scale · q kᵀ)) v; the kernel holds no matrix of scores, forward or backward.
+
+    The mask is that of ``attention_dropout`` for the same arguments. Sums and the softmax are in fp32, whatever the
+    dtype; fp32 inputs are multiplied in IEEE fp32.
+
+    Args:
+        q: [b, n, s, d] with d up to ``MAX_HEAD_SIZE``, of any strides.
+        k, v: [b, n_kv, s, d] where n_kv divides n: n / n_kv query heads in a row share a head of keys.
+        scale: above 0.
+        head_offset: the global number of q's head 0.
+        document_starts: int64 [b, s], document_starts[i] <= i: query i sees the keys document_starts[i] … i; without
+            it all up to i.
+    Returns:
+        [b, n, s, d] of q's dtype; the kernel's lies in memory as [s, b, n, d], ready for the output projection.
+    """
+    _check(
+        q.dim() == 4 and k.shape == v.shape and k.dim() == 4 and k.shape[::2] == q.shape[::2]
+        and k.shape[3] == q.shape[3] and (q.shape[1] % k.shape[1] == 0 if k.shape[1] else q.shape[1] == 0),
+        f"q, k and v ({[list(x.shape) for x in (q, k, v)]}) must be [b, n, s, d] and twice [b, n_kv, s, d] where n_kv "
+        "divides n.",
+    )  # fmt: skip
+    _check(q.dtype == k.dtype == v.dtype, f"q, k and v must have one dtype; got {[x.dtype for x in (q, k, v)]}.")
+    _check(q.shape[3] <= MAX_HEAD_SIZE, f"q ({list(q.shape)}) must have a head size of at most {MAX_HEAD_SIZE}.")
+    _check(scale > 0, f"scale ({scale}) must be above 0.")
+    if document_starts is not None:
+        _check(
+            document_starts.dtype == torch.int64 and document_starts.shape == q.shape[::2]
+            and document_starts.device == q.device,
+            f"document_starts ({document_starts.dtype}, {list(document_starts.shape)}, {document_starts.device}) must "
+            f"be int64 of shape {list(q.shape[::2])} on {q.device}.",
+        )  # fmt: skip
+    if training and philox.dropout_threshold(p):
+        sample_numbers = _check_dropout(q, q.shape[0], sample_numbers, seed)
+    else:
+        p, sample_numbers = 0.0, None
+    if uses_triton(impl, q):
+        mask_of = (seed, layer, head_offset)
+        return ops.FlashAttention.apply(q, k, v, sample_numbers, document_starts, scale, p, mask_of)
+    return reference.flash_attention(
+        q, k, v, scale=scale, p=p, seed=seed, sample_numbers=sample_numbers, layer=layer, head_offset=head_offset,
+        document_starts=document_starts,
     )  # fmt: skip
 
 

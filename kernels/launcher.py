@@ -6,13 +6,14 @@ file, packaged table for the device, heuristic; only the heuristic exists so far
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
+
+from trimegatron.kernels.static_launch import StaticLaunch, ordinary_launch
 
 # Shared memory that a loop's load buffers may take: fits every architecture from sm_80 on, consumer cards included.
 _PIPELINE_BYTES = 68 << 10
@@ -40,20 +41,37 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
+@functools.cache
+def architecture(device: torch.device) -> int:
+    """Compute capability of a GPU as in sm_80. Anything else counts as the oldest the kernels are made for."""
+    if device.type != "cuda" or torch.version.cuda is None:
+        return 80
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
 def pipeline_stages(bytes_per_stage: int, most: int = 3) -> int:
     """Stages of a loop whose loads take ``bytes_per_stage``: n stages hold n - 1 buffers."""
     return 1 + min(most - 1, _PIPELINE_BYTES // max(1, bytes_per_stage))
 
 
+_launches: dict[int, StaticLaunch] = {}
+"""Of each kernel by its id, which stays its own since the launch holds the kernel; hashing one costs microseconds."""
+
+
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, config: Config, **constexprs: Any) -> None:
-    """Run ``kernel`` on the device of its first tensor, whichever is current. Contraction of a * b + c is asked for by
-    name, since Triton's default for it changes between versions."""
-    device = next(a.device for a in args if isinstance(a, torch.Tensor))
-    guard = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-    with guard:
-        kernel[grid](
-            *args, num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=True, **constexprs
-        )
+    """Run ``kernel`` on the device of its first tensor, whichever is current, and on that device's current stream.
+    The constants are the kernel's last parameters; what is a tensor (or None), an int or a float in one
+    call is that in all."""
+    first = args[0]
+    device = (first if isinstance(first, torch.Tensor) else next(a for a in args if isinstance(a, torch.Tensor))).device
+    if device.type != "cuda":  # the interpreter
+        ordinary_launch(kernel, grid, args, config, constexprs)
+        return
+    static = _launches.get(id(kernel))
+    if static is None:
+        static = _launches.setdefault(id(kernel), StaticLaunch(kernel))
+    static(device.index, grid, args, config, constexprs)
 
 
 def power_of_two(n: int) -> int:

@@ -46,6 +46,12 @@ def _bias_dropout_add_backward_fake(dout: Tensor, bias: Tensor | None, sample_nu
     return _like(dout, dtype), dout.new_empty(0, dtype=dtype) if bias is None else _like(bias)
 
 
+def _like_heads(x: Tensor) -> Tensor:
+    """[b, n, s, d] laid out as [s, b, n, d]."""
+    b, n, s, d = x.shape
+    return x.new_empty(s, b, n, d).permute(1, 2, 0, 3)
+
+
 define_op(
     "layer_norm_forward(Tensor x, Tensor weight, Tensor bias, float eps, bool zero_centred=False)"
     " -> (Tensor, Tensor, Tensor)",
@@ -105,10 +111,35 @@ define_op(
     lambda dy, y, scale, causal: _like(y),
 )
 define_op(
+    "softmax_dropout_forward(Tensor scores, Tensor? mask, Tensor sample_numbers, float scale, bool causal, float p,"
+    " int seed, int layer, int head_offset, int position_offset) -> (Tensor, Tensor)",
+    "softmax",
+    lambda scores, *rest: (_like(scores), scores.new_empty(2, scores.shape[:-1].numel(), dtype=torch.float32)),
+)
+define_op(
+    "softmax_dropout_backward(Tensor dy, Tensor scores, Tensor? mask, Tensor statistics, Tensor sample_numbers,"
+    " float scale, bool causal, float p, int seed, int layer, int head_offset, int position_offset) -> Tensor",
+    "softmax",
+    lambda dy, scores, *rest: _like(scores),
+)
+define_op(
     "attention_dropout(Tensor x, Tensor sample_numbers, float p, int seed, int layer, int head_offset,"
     " int position_offset) -> Tensor",
     "attention_dropout",
     lambda x, *rest: _like(x),
+)
+define_op(
+    "flash_attention_forward(Tensor q, Tensor k, Tensor v, Tensor? sample_numbers, Tensor? document_starts,"
+    " float scale, float p, int seed, int layer, int head_offset) -> (Tensor, Tensor)",
+    "flash_attention",
+    lambda q, *rest: (_like_heads(q), q.new_empty(q.shape[:3], dtype=torch.float32)),
+)
+define_op(
+    "flash_attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse,"
+    " Tensor? sample_numbers, Tensor? document_starts, float scale, float p, int seed, int layer, int head_offset)"
+    " -> (Tensor, Tensor, Tensor)",
+    "flash_attention_backward",
+    lambda dout, q, k, v, *rest: (_like_heads(q), _like_heads(k), _like_heads(v)),
 )
 define_op(
     "adamw_step_(Tensor(a!) param, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor grad, Tensor scalars,"
@@ -285,6 +316,30 @@ class ScaledMaskedSoftmax(torch.autograd.Function):
         return _kernels(ctx.triton).scaled_softmax_backward(dy, *ctx.saved_tensors, ctx.scale, False), None, None, None
 
 
+class SoftmaxDropout(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        scores: Tensor,
+        mask: Tensor | None,
+        sample_numbers: Tensor,
+        scale: float,
+        causal: bool,
+        p: float,
+        mask_of: tuple[int, int, int, int],  # seed, layer, head_offset, position_offset
+    ) -> Tensor:
+        ctx.call = (scale, causal, p, *mask_of)
+        y, statistics = torch.ops.trimegatron.softmax_dropout_forward(scores, mask, sample_numbers, *ctx.call)
+        ctx.save_for_backward(scores, mask, statistics, sample_numbers)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        dscores = torch.ops.trimegatron.softmax_dropout_backward(dy, *ctx.saved_tensors, *ctx.call)
+        return dscores, None, None, None, None, None, None
+
+
 class AttentionDropout(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -302,6 +357,34 @@ class AttentionDropout(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         return torch.ops.trimegatron.attention_dropout(dy, *ctx.saved_tensors, ctx.p, *ctx.mask_of), None, None, None
+
+
+class FlashAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sample_numbers: Tensor | None,
+        document_starts: Tensor | None,
+        scale: float,
+        p: float,
+        mask_of: tuple[int, int, int],  # seed, layer, head_offset
+    ) -> Tensor:
+        places = (sample_numbers, document_starts)
+        out, lse = torch.ops.trimegatron.flash_attention_forward(q, k, v, *places, scale, p, *mask_of)
+        ctx.save_for_backward(q, k, v, out, lse, *places)
+        ctx.scale, ctx.p, ctx.mask_of = scale, p, mask_of
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = torch.ops.trimegatron.flash_attention_backward(
+            dout, *ctx.saved_tensors, ctx.scale, ctx.p, *ctx.mask_of
+        )
+        return *gradients, None, None, None, None, None
 
 
 class BiasDropoutAddLayerNorm(torch.autograd.Function):

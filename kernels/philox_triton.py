@@ -66,3 +66,24 @@ def attention_keep(
     draws = _draws(groups, query + position_offset, sample, stream, seed)
     draws = tl.permute(tl.reshape(draws, (R, C // 32, 4, 4, 2)), (0, 1, 3, 2, 4))
     return tl.reshape(draws, (R, C)) >= tl.cast(threshold, tl.uint32)
+
+
+@triton.jit
+def tile_keep(query, column_start, sample, seed, stream, threshold, R: tl.constexpr, C: tl.constexpr):
+    """``attention_keep`` for queries [R] of one head of one sample: scalars, which keep the first rounds narrow, and
+    draws compared at the top of a word, where the high half needs no shift.
+
+    In the layout of a matrix unit's accumulator every thread computes the draws of what it holds.
+    """
+    words = philox4x32(
+        tl.cast(column_start // 8 + tl.arange(0, C // 8), tl.uint32)[None, :],
+        tl.cast(query, tl.uint32)[:, None],
+        tl.cast(sample & 0xFFFFFFFF, tl.uint32),
+        tl.cast(stream, tl.uint32),
+        tl.cast(seed, tl.uint32),
+        tl.cast((sample >> 32) & 0xFFFFFFFF, tl.uint32),
+        _ROUNDS,
+    )
+    word = tl.join(tl.join(words[0], words[2]), tl.join(words[1], words[3]))
+    draws = tl.reshape(tl.join(word << 16, word), (R, C // 32, 4, 4, 2))
+    return tl.reshape(tl.permute(draws, (0, 1, 3, 2, 4)), (R, C)) >= (tl.cast(threshold, tl.uint32) << 16)

@@ -102,6 +102,14 @@ def _causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
     return torch.ones(queries, keys, dtype=torch.bool, device=device).triu_(keys - queries + 1)
 
 
+def hidden_keys(scores: Tensor, mask: Tensor | None, causal: bool) -> Tensor | None:
+    """``mask`` and, with ``causal``, the keys after each query: True where the scores do not count."""
+    if not causal:
+        return mask
+    later = _causal_mask(*scores.shape[-2:], scores.device)
+    return later if mask is None else mask | later
+
+
 def _softmax_of_visible(scores: Tensor, mask: Tensor, scale: float, has_blind_rows: bool) -> Tensor:
     y = (scores.float() * scale).masked_fill(mask, -math.inf).softmax(dim=-1)
     if has_blind_rows:
@@ -141,7 +149,7 @@ def attention_dropout(
     training: bool = True,
 ) -> Tensor:
     """probabilities · keep / (1 - p)."""
-    if not (training and philox.dropout_threshold(p)):
+    if not (training and philox.dropout_threshold(p)) or probabilities.numel() == 0:
         return probabilities
     assert sample_numbers is not None
     keep = philox.attention_keep_mask(
@@ -149,6 +157,34 @@ def attention_dropout(
         position_offset=position_offset,
     )  # fmt: skip
     return torch.where(keep, probabilities.float() * philox.dropout_scale(p), 0.0).to(probabilities.dtype)
+
+
+def flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    p: float,
+    seed: int,
+    sample_numbers: Tensor | None,
+    layer: int,
+    head_offset: int = 0,
+    document_starts: Tensor | None = None,
+    training: bool = True,
+) -> Tensor:
+    """dropout(softmax(scale · q kᵀ over the visible keys)) v."""
+    group, position = q.shape[1] // max(1, k.shape[1]), torch.arange(q.shape[2], device=q.device)
+    k, v = (x.float().repeat_interleave(group, dim=1) for x in (k, v))
+    hidden = (position > position[:, None])[None, None]
+    if document_starts is not None:
+        hidden = hidden | (position < document_starts[:, None, :, None])
+    probabilities = _softmax_of_visible(q.float() @ k.mT, hidden, scale, has_blind_rows=False)
+    probabilities = attention_dropout(
+        probabilities, p=p, seed=seed, sample_numbers=sample_numbers, layer=layer, head_offset=head_offset,
+        training=training,
+    )  # fmt: skip
+    return (probabilities @ v).to(q.dtype)
 
 
 @torch.no_grad()

@@ -42,6 +42,13 @@ def run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
         ({"pipeline_model_parallel_size": 2}, 2, ["pipeline"]),
         ({"save": "out"}, 2, ["save-interval"]),
         ({"attention_backend": "sdpa"}, 2, ["--attention-backend (sdpa)", "--attention-dropout 0"]),
+        ({"attention_backend": "flash"}, 2, ["--attention-backend (flash)", "needs a GPU"]),
+        ({"attention_backend": "flash", "kernels": "reference"}, 2, ["--attention-backend (flash)", "--kernels"]),
+        (
+            {"attention_backend": "flash", "kv_channels": 136},
+            2,
+            ["--attention-backend (flash)", "--kv-channels is 136"],
+        ),
         ({"device": "cuda"}, 2, ["--device (cuda)"]),
         ({"kernels": "triton"}, 2, ["--kernels (triton)"]),
     ],

@@ -27,6 +27,7 @@ from trimegatron.data_parallel.buffer import ParameterBuffer
 from trimegatron.description import describe
 from trimegatron.determinism import make_deterministic
 from trimegatron.errors import ConfigError, StoppedError, UserError
+from trimegatron.kernels.functional import MAX_HEAD_SIZE
 from trimegatron.mesh import Mesh, close_mesh, init_mesh, launched_world_size, select_device
 from trimegatron.metrics import Interval, MetricsWriter
 from trimegatron.model.build import build_model, model_spec, wait_for_parameters
@@ -308,11 +309,22 @@ def build_scaler(config: Config) -> LossScaler:
 
 
 def check_kernels(config: Config, device: torch.device) -> None:
-    """Triton needs a GPU, or its interpreter.
+    """Triton needs a GPU, or its interpreter; flash attention needs Triton, and heads it has room for.
 
     Raises:
-        ConfigError: ``--kernels triton`` without either.
+        ConfigError: ``--kernels triton`` or ``--attention-backend flash`` without.
     """
+    model = config.model
+    if model.attention_backend == "flash" and model.kv_channels > MAX_HEAD_SIZE:
+        raise ConfigError(
+            f"--attention-backend (flash) takes heads up to {MAX_HEAD_SIZE} wide; --kv-channels is {model.kv_channels}."
+            " Use auto or softmax"
+        )
+    if model.attention_backend == "flash" and device.type == "cpu" and model.kernels != "triton":
+        raise ConfigError(
+            "--attention-backend (flash) is a Triton kernel and needs a GPU; this run is on the CPU. Use auto or"
+            " softmax, or --kernels triton with TRITON_INTERPRET=1 (very slow, for tests)"
+        )
     if config.model.kernels == "triton" and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         raise ConfigError(
             "--kernels (triton) needs a GPU; this run is on the CPU. Use auto or reference, or set TRITON_INTERPRET=1 "

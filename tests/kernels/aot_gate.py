@@ -1,5 +1,5 @@
 """Compiles every kernel for one architecture and prints one JSON line each: a process of its own, free of the
-interpreter. ``python tests/kernels/aot_gate.py 90``."""
+interpreter. ``python -m tests.kernels.aot_gate 90 [START_OF_A_CASE …]``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.kernels import aot
+from trimegatron.bench import aot
 from trimegatron.kernels import (
     adamw,
     add_layer_norm,
@@ -24,7 +24,7 @@ from trimegatron.kernels import (
     softmax,
 )
 
-HIDDEN_SIZES = (768, 1024, 4096)
+HIDDEN_SIZES = {torch.bfloat16: (768, 1024, 4096, 16384), torch.float32: (4096, 16384)}
 TILED = 768  # ops that cut the hidden size into tiles compile to the same loop at every size
 WIDEST_VOCABULARY = 128256
 Case = tuple[str, Callable[[], Any]]
@@ -34,14 +34,23 @@ def _meta(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(*shape, dtype=dtype, device="meta")
 
 
+def _norm_name(hidden: int) -> str:
+    """A loop that reads the weight of another part of the row in every step is another one."""
+    return "layer_norm_backward" if hidden <= 8192 else "layer_norm_backward_in_parts"
+
+
 def _row_ops(hidden: int, dtype: torch.dtype) -> Iterator[Case]:
     x, w, statistics = _meta(512, 16, hidden, dtype=dtype), _meta(hidden, dtype=dtype), _meta(8192, dtype=torch.float32)
     scores, mask = _meta(2, 4, hidden, hidden, dtype=dtype), _meta(2, 1, hidden, hidden, dtype=torch.bool)
     yield "layer_norm_forward", lambda: layer_norm.layer_norm_forward(x, w, w, 1e-5)
-    yield "layer_norm_backward", lambda: layer_norm.layer_norm_backward(x, x, w, statistics, statistics)
+    yield _norm_name(hidden), lambda: layer_norm.layer_norm_backward(x, x, w, statistics, statistics)
     yield "causal_softmax_forward", lambda: softmax.scaled_causal_softmax_forward(scores, 0.5)
     yield "causal_softmax_backward", lambda: softmax.scaled_softmax_backward(scores, scores, 0.5, True)
-    if hidden == max(HIDDEN_SIZES):
+    samples, rows = _meta(2, dtype=torch.int64), _meta(2, 8 * hidden, dtype=torch.float32)
+    drop = (samples, 0.5, True, 0.1, 1234, 3, 0, 0)
+    yield "softmax_dropout_forward", lambda: softmax.softmax_dropout_forward(scores, None, *drop)
+    yield "softmax_dropout_backward", lambda: softmax.softmax_dropout_backward(scores, scores, None, rows, *drop)
+    if hidden == 4096:
         yield "masked_softmax_forward", lambda: softmax.scaled_masked_softmax_forward(scores, mask, 0.5)
         yield "masked_softmax_backward", lambda: softmax.scaled_softmax_backward(scores, scores, 0.5, False)
 
@@ -63,6 +72,11 @@ def _tiled_ops(hidden: int, dtype: torch.dtype) -> Iterator[Case]:
     yield "attention_dropout", lambda: attention_dropout.attention_dropout(long, samples[:2], 0.1, 1234, 3, 0, 0)
     yield "long_softmax_forward", lambda: softmax.scaled_causal_softmax_forward(long, 0.5)
     yield "long_softmax_backward", lambda: softmax.scaled_softmax_backward(long, long, 0.5, True)
+    long_mask, long_rows = _meta(2, 1, 64, 65536, dtype=torch.bool), _meta(2, 256, dtype=torch.float32)
+    drop = (samples[:2], 0.5, True, 0.1, 1234, 3, 0, 0)
+    yield "long_masked_softmax", lambda: softmax.scaled_masked_softmax_forward(long, long_mask, 0.5)
+    yield "long_softmax_dropout_forward", lambda: softmax.softmax_dropout_forward(long, None, *drop)
+    yield "long_softmax_dropout_backward", lambda: softmax.softmax_dropout_backward(long, long, None, long_rows, *drop)
     yield "adamw", lambda: adamw.adamw_step_(p, p, p, g, _meta(9, dtype=torch.float32), tiles, low)
     yield "sum_of_squares", lambda: adamw.sum_of_squares(g)
 
@@ -88,9 +102,8 @@ def _norm_ops(hidden: int, dtype: torch.dtype) -> Iterator[Case]:
     yield "add_norm_backward", lambda: backward(x, x, *saved, None, None, dtype, True, *mask_of)
     yield "dropout_norm_forward", lambda: forward(x, w, x, w, w, samples, 1e-5, False, *mask_of)
     yield "dropout_norm_backward", lambda: backward(x, x, *saved, w, samples, dtype, False, *mask_of)
-    if hidden > max(HIDDEN_SIZES):
-        yield "layer_norm_forward", lambda: layer_norm.layer_norm_forward(x, w, w, 1e-5)
-        yield "layer_norm_backward", lambda: layer_norm.layer_norm_backward(x, *saved)
+    if hidden not in HIDDEN_SIZES[dtype]:
+        yield _norm_name(hidden), lambda: layer_norm.layer_norm_backward(x, *saved)
 
 
 def _wide_cases(arch: int) -> Iterator[tuple[str, aot.Launch]]:
@@ -110,8 +123,8 @@ def _wide_cases(arch: int) -> Iterator[tuple[str, aot.Launch]]:
 
 def cases(arch: int) -> Iterator[tuple[str, aot.Launch]]:
     """(name/hidden/dtype, launch) of the kernel of each op; the small second stages of sums are the same everywhere."""
-    for dtype in (torch.bfloat16, torch.float32):
-        lists = [(hidden, _row_ops(hidden, dtype)) for hidden in HIDDEN_SIZES] + [(TILED, _tiled_ops(TILED, dtype))]
+    for dtype, hidden_sizes in HIDDEN_SIZES.items():
+        lists = [(hidden, _row_ops(hidden, dtype)) for hidden in hidden_sizes] + [(TILED, _tiled_ops(TILED, dtype))]
         for hidden, ops in lists:
             for name, call in ops:
                 yield f"{name}/{hidden}/{str(dtype).removeprefix('torch.')}", aot.record(call)[0]
@@ -123,6 +136,13 @@ def cases(arch: int) -> Iterator[tuple[str, aot.Launch]]:
 
 
 if __name__ == "__main__":
-    for case, launch in cases(int(sys.argv[1])):
-        code = aot.measure(launch, int(sys.argv[1]))
-        print(json.dumps({"case": case, "text": str(code), **vars(code)}), flush=True)
+    architecture, wanted = int(sys.argv[1]), tuple(sys.argv[2:]) or ("",)
+    for case, launch in cases(architecture):
+        if not case.startswith(wanted):
+            continue
+        code = aot.measure(launch, architecture)
+        figures = {
+            name: getattr(code, name) for name in ("occupancy", "bytes_in_flight", "loaded_bytes", "stored_bytes")
+        }
+        tile = launch.config.rows * launch.config.columns
+        print(json.dumps({"case": case, "text": str(code), "tile": tile, **figures, **vars(code)}), flush=True)

@@ -50,6 +50,13 @@ def test_unknown_impl_is_refused() -> None:
         functional.bias_gelu(X, W, impl="cuda")
 
 
+HEADS = torch.zeros(3, 2, 5, 8)
+
+
+def attend(q: Any = HEADS, k: Any = HEADS, v: Any = HEADS, **changes: Any) -> Any:
+    return functional.flash_attention(q, k, v, **(MASK | {"scale": 1.0} | changes))
+
+
 REFUSED = {
     "weight's length": ("weight", lambda: functional.layer_norm(X, W[:3], W)),
     "bias's dtype": ("bias", lambda: functional.layer_norm(X, W, W.half())),
@@ -84,6 +91,14 @@ REFUSED = {
     "x_bias's length": (
         "x_bias", lambda: functional.bias_dropout_add_layer_norm(X, W[:3], X, W, W, site=0, **MASK)),
     "dy's shape": ("dy", lambda: functional.bias_gelu_backward_with_activation(X[0], X, W)),
+    "keys' shape": ("q, k and v", lambda: attend(k=torch.zeros(3, 3, 5, 8))),
+    "values' shape": ("q, k and v", lambda: attend(v=HEADS[..., :4])),
+    "keys' dtype": ("q, k and v", lambda: attend(k=HEADS.half())),
+    "a wide head": ("q", lambda: attend(*[torch.zeros(3, 2, 5, 136)] * 3)),
+    "scale": ("scale", lambda: attend(scale=0.0)),
+    "starts' dtype": ("document_starts", lambda: attend(document_starts=torch.zeros(3, 5, dtype=torch.int32))),
+    "starts' shape": ("document_starts", lambda: attend(document_starts=torch.zeros(5, dtype=torch.int64))),
+    "attention's samples": ("sample_numbers", lambda: attend(sample_numbers=None)),
     "master's dtype": (
         "param", lambda: functional.adamw_step_(FLAT[0].half(), *FLAT[1:], SCALARS, runs=RUNS)),
     "grad's length": ("param", lambda: functional.adamw_step_(*FLAT[:3], W[:3], SCALARS, runs=RUNS)),

@@ -47,9 +47,10 @@ class ModelConfig(Options):
     bias_gelu_fusion: bool = option(True, "erf GELU instead of the fused tanh GELU, as in Megatron-LM")
     attention_backend: str = option(
         "auto",
-        "sdpa: torch's scaled dot product attention; softmax: scores, fused softmax, dropout. "
-        "auto: sdpa without attention dropout and in evaluation, else softmax",
-        choices=("auto", "sdpa", "softmax"),
+        "sdpa: torch's scaled dot product attention; flash: the Triton kernel that keeps no scores; softmax: scores, "
+        "fused softmax, dropout. auto: sdpa without attention dropout and in evaluation, else flash on a GPU, softmax "
+        "on a CPU",
+        choices=("auto", "sdpa", "softmax", "flash"),
     )
     kernels: str = option(
         "auto",
@@ -81,6 +82,13 @@ class ModelConfig(Options):
                 "sdpa",
                 f"needs --attention-dropout 0: torch's attention draws its own masks; got {self.attention_dropout:g}",
                 way_out="Use auto, which takes sdpa wherever nothing is dropped.",
+            )
+        if self.attention_backend == "flash" and self.kernels == "reference":
+            fail(
+                "attention_backend",
+                "flash",
+                "is a Triton kernel, but --kernels is reference",
+                way_out="Use auto or softmax, or leave --kernels out.",
             )
         if not self.layernorm_epsilon > 0:
             fail("layernorm_epsilon", self.layernorm_epsilon, "must be above 0")

@@ -105,7 +105,8 @@ class AttentionCore(nn.Module):
     """Scores, softmax, dropout and the weighted sum; it has no parameters: q, k, v [b, n, s, d] -> [b, n, s, d].
 
     Backends: "sdpa" is torch's scaled_dot_product_attention, which cannot take our dropout masks; "softmax" is the
-    fused-softmax path; "auto" takes the first where there is no dropout to apply, the second where there is.
+    fused-softmax path; "flash" is our kernel without a matrix of scores. "auto" takes sdpa where there is no dropout to
+    apply; where there is, flash if Triton's kernels run and the head fits it, else softmax.
     """
 
     def __init__(self, spec: GPTSpec, layer: int):
@@ -123,6 +124,15 @@ class AttentionCore(nn.Module):
         self.seed = spec.seed
         self.kernels = spec.kernels
 
+    def backend_for(self, q: torch.Tensor, drops: bool) -> str:
+        """What "auto" comes to."""
+        if self.backend != "auto":
+            return self.backend
+        if not drops:
+            return "sdpa"
+        fits = q.shape[-1] <= functional.MAX_HEAD_SIZE
+        return "flash" if fits and functional.uses_triton(self.kernels, q) else "softmax"
+
     def forward(
         self,
         q: torch.Tensor,
@@ -132,7 +142,23 @@ class AttentionCore(nn.Module):
         mask: DocumentMask | None = None,
     ) -> torch.Tensor:
         drops = self.training and self.dropout > 0.0
-        if self.backend == "sdpa" or (self.backend == "auto" and not drops):
+        backend = self.backend_for(q, drops)
+        if backend == "flash":  # its scores are never rounded, so there is nothing to divide them for
+            return functional.flash_attention(
+                q,
+                k,
+                v,
+                scale=self.scale,
+                p=self.dropout,
+                seed=self.seed,
+                sample_numbers=sample_numbers,
+                layer=self.layer,
+                head_offset=self.head_offset,
+                document_starts=None if mask is None else mask.document_starts,
+                training=self.training,
+                impl=self.kernels,
+            )
+        if backend == "sdpa":
             assert not drops, "refused when the configuration is built"
             if mask is None:
                 return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
@@ -144,20 +170,17 @@ class AttentionCore(nn.Module):
         scores = torch.baddbmm(
             q.new_empty(1, 1, 1), q, k.transpose(1, 2), beta=0, alpha=self.scale / self.score_divisor
         ).unflatten(0, heads)  # [b, n, s, s]
-        if mask is None:
-            probabilities = functional.scaled_causal_softmax(scores, self.score_divisor, impl=self.kernels)
-        else:
-            probabilities = functional.scaled_masked_softmax(scores, mask.hidden, self.score_divisor, impl=self.kernels)
-        if drops:
-            assert sample_numbers is not None, "dropout masks are a function of the sample numbers"
-            probabilities = functional.attention_dropout(
-                probabilities,
-                p=self.dropout,
-                seed=self.seed,
-                sample_numbers=sample_numbers,
-                layer=self.layer,
-                head_offset=self.head_offset,
-                training=True,
-                impl=self.kernels,
-            )
+        probabilities = functional.softmax_dropout(
+            scores,
+            None if mask is None else mask.hidden,
+            self.score_divisor,
+            causal=mask is None,
+            p=self.dropout,
+            seed=self.seed,
+            sample_numbers=sample_numbers,
+            layer=self.layer,
+            head_offset=self.head_offset,
+            training=self.training,
+            impl=self.kernels,
+        )
         return torch.bmm(probabilities.flatten(0, 1), v).unflatten(0, heads)

@@ -8,19 +8,10 @@ import torch
 from torch import Tensor
 
 from tests.kernels.guards import Guards
+from trimegatron.bench.closeness import TOLERANCE, close
 
-# Relative to the largest value. The interpreter truncates to bf16 where a GPU rounds: one unit in the last place.
-TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 IMPLS = ["triton", "reference"]
-
-
-def close(actual: Tensor, expected: Tensor, tolerance: float, what: str) -> None:
-    assert actual.shape == expected.shape, what
-    scale = max(1.0, expected.abs().max().item()) if expected.numel() else 1.0
-    torch.testing.assert_close(
-        actual.double(), expected, rtol=tolerance, atol=tolerance * scale, msg=lambda text: f"{what}: {text}"
-    )
 
 
 def compare(

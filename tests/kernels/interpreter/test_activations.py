@@ -1,7 +1,9 @@
-"""What a layer keeps for backward with the kernels: no mask, and at attention dropout two squares in its dtype."""
+"""What a layer keeps for backward with the kernels: no mask and no square, or with the fused softmax two squares in its
+dtype and two numbers a row."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -18,12 +20,18 @@ S, B, H, A = 16, 2, 32, 4
 
 
 @pytest.mark.parametrize(
-    ("dropout", "core"),
-    [((0.0, 0.0), 4 * A * S * B), ((0.1, 0.0), 4 * A * S * B), ((0.1, 0.1), 4 * A * S * S * B)],
+    ("dropout", "backend", "core"),
+    [
+        ((0.0, 0.0), "auto", 4 * A * S * B),
+        ((0.1, 0.0), "auto", 4 * A * S * B),
+        ((0.1, 0.1), "auto", 4 * A * S * B),
+        ((0.1, 0.1), "softmax", 4 * A * S * S * B + 8 * A * S * B),
+    ],
 )
-def test_bytes(dropout: tuple[float, float], core: int) -> None:
+def test_bytes(dropout: tuple[float, float], backend: str, core: int) -> None:
     config = ActivationsConfig(hidden_size=H, num_attention_heads=A, seq_length=S, micro_batch_size=B, kernels="triton")
     spec = layer_spec(config, Axis(), False, dropout, RECOMPUTE["nothing"])
+    spec = replace(spec, attention_backend=backend)
     norms = 2 * 2 * 4 * S * B
     assert sum(tensor.num_bytes for tensor in kept_by_a_layer(spec, S, B)) == 20 * S * B * H + norms + core
 

@@ -17,6 +17,8 @@ SAMPLES = torch.tensor([4, 9])
 def arguments() -> dict[str, tuple[Any, ...]]:
     x, w, rows = torch.randn(3, 2, 8), torch.randn(8), torch.rand(6)
     scores, mask = torch.randn(2, 2, 3, 5), torch.rand(2, 1, 3, 5) > 0.5
+    q, lse = torch.randn(2, 2, 3, 16), torch.full((2, 2, 3), 3.0)
+    k, starts = torch.randn(3, 2, 1, 16).permute(1, 2, 0, 3), torch.tensor([[0, 0, 2], [0, 1, 1]])
     flat = [torch.rand(128) for _ in range(4)]
     tiles = functional.AdamWRuns([functional.Run(64, 64, 64, True)]).tiles(flat[0].device)
     words, ids = torch.randint(7, (3, 2)), (0, 7, -100, 0.8, 0.02)
@@ -32,7 +34,11 @@ def arguments() -> dict[str, tuple[Any, ...]]:
         "scaled_causal_softmax_forward": (scores.transpose(0, 1), 0.5),
         "scaled_masked_softmax_forward": (scores, mask, 0.5),
         "scaled_softmax_backward": (scores, scores, 0.5, True),
+        "softmax_dropout_forward": (scores.transpose(0, 1), mask[:, :, :1], SAMPLES, 0.5, True, 0.1, 1, 2, 3, 4),
+        "softmax_dropout_backward": (scores, scores, mask, torch.rand(2, 12) + 1, SAMPLES, 0.5, False, 0.1, 1, 2, 3, 4),
         "attention_dropout": (scores, SAMPLES, 0.1, 1, 2, 3, 4),
+        "flash_attention_forward": (q, k, k, SAMPLES, starts, 0.3, 0.1, 1, 2, 3),
+        "flash_attention_backward": (q, q, k, k, q, lse, SAMPLES, starts, 0.3, 0.1, 1, 2, 3),
         "adamw_step_": (*flat, values, tiles, flat[0].half()),
         "sum_of_squares": (x,),
         "bias_gelu_backward_with_activation": (x, x, w, "tanh"),
@@ -64,14 +70,19 @@ def step(x: Tensor, w: Tensor, b: Tensor, scores: Tensor, samples: Tensor) -> Te
     y = functional.bias_gelu(y, b, impl="triton")
     y = functional.bias_dropout_add(y, w, x, site=functional.Site.MLP_OUTPUT, **mask)
     z = functional.attention_dropout(functional.scaled_causal_softmax(scores, 0.5, impl="triton"), **mask)
+    z = functional.softmax_dropout(z, None, 0.5, causal=True, **mask)
     z = functional.scaled_masked_softmax(z, scores.detach() > 1, 0.5, impl="triton")
     total, y = functional.bias_dropout_add_layer_norm(y, w * 2, x, w, b, site=functional.Site.ATTENTION_OUTPUT, **mask)
     total, y = functional.add_layer_norm(y, total, w, b, impl="triton")
+    heads = y.view(3, 2, 2, 4).permute(1, 2, 0, 3)
+    a = functional.flash_attention(
+        heads, heads + 1, heads * 2, scale=0.5, document_starts=samples.new_zeros(2, 3), **mask
+    )
     words, ones = samples.repeat(3, 1) % 8, torch.ones(3, 2)
     loss = functional.cross_entropy(y, words, label_smoothing=0.1, impl="triton")
     loss = loss + functional.cross_entropy(y * 2, words, upstream=ones, impl="triton")
     loss = loss + functional.cross_entropy(y * 3, words, in_place=True, impl="triton")
-    return (y.square().sum() + z.square().sum()) * 0.5 + loss.sum()
+    return (y.square().sum() + z.square().sum() + a.square().sum()) * 0.5 + loss.sum()
 
 
 def test_compiles_as_one_graph() -> None:

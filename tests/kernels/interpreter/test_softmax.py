@@ -6,9 +6,12 @@ from torch import Tensor
 
 from tests.kernels.guards import Guards
 from tests.kernels.interpreter.compare import DTYPES, IMPLS, compare, layouts
-from trimegatron.kernels import functional
+from trimegatron.kernels import functional, philox
 
 SCALE = 0.7
+P = 0.25
+SAMPLES = torch.tensor([(5 << 32) + 0x80000001, 3])
+MASK_OF = {"p": P, "seed": 0xFFFFFFF0, "layer": 5, "head_offset": 7, "position_offset": 100}
 
 
 def visible_softmax(scores: Tensor, masked: Tensor) -> Tensor:
@@ -19,10 +22,11 @@ def visible_softmax(scores: Tensor, masked: Tensor) -> Tensor:
     return weight / torch.where(total == 0, 1.0, total)
 
 
-def causal_formula(scores: Tensor) -> Tensor:
+def causal_formula(scores: Tensor, mask: Tensor | None = None) -> Tensor:
     queries, keys = scores.shape[-2:]
     query, key = torch.arange(queries).view(-1, 1), torch.arange(keys)
-    return visible_softmax(scores, key > query + keys - queries)
+    later = key > query + keys - queries
+    return visible_softmax(scores, later if mask is None else later | mask)
 
 
 def causal(impl: str):
@@ -75,7 +79,67 @@ def test_blocks_of_long_rows_without_visible_keys(guards: Guards, monkeypatch: p
 
     monkeypatch.setattr(softmax, "_LONGEST_ROW_IN_REGISTERS", 16)
     monkeypatch.setattr(launcher, "configure", lambda op, heuristic, **shape: launcher.Config(1, 32, 4, 2))
-    compare(guards, causal("triton"), causal_formula, [torch.randn(1, 1, 130, 129) * 4])
+    compare(guards, causal("triton"), causal_formula, [torch.randn(1, 1, 70, 69) * 4])
+    op, formula = dropped("triton", True), dropped_formula(True)
+    compare(guards, op, formula, [torch.randn(1, 1, 40, 39) * 4, torch.rand(1, 1, 40, 39) > 0.7])
+
+
+def dropped(impl: str, is_causal: bool):
+    return lambda scores, mask: functional.softmax_dropout(
+        scores, mask, SCALE, causal=is_causal, sample_numbers=SAMPLES[: len(scores)], impl=impl, **MASK_OF
+    )
+
+
+def dropped_formula(is_causal: bool):
+    def formula(scores: Tensor, mask: Tensor | None) -> Tensor:
+        y = causal_formula(scores, mask) if is_causal else masked_formula(scores, mask)
+        keep = philox.attention_keep_mask(scores.shape, SAMPLES[: len(scores)], **MASK_OF)
+        return y * keep / (1 - P)
+
+    return formula
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("heads", [None, 1])
+@pytest.mark.parametrize("queries,keys", [(1, 1), (20, 17), (3, 300)])
+def test_dropout_in_the_same_pass(
+    guards: Guards, impl: str, is_causal: bool, heads: int | None, queries: int, keys: int
+) -> None:
+    """(20, 17) has queries that see no key; ``heads`` None is no mask."""
+    mask = None if heads is None else torch.rand(2, heads, queries, keys) > 0.5
+    if mask is not None:
+        mask[0, 0, 0] = True
+    compare(guards, dropped(impl, is_causal), dropped_formula(is_causal), [torch.randn(2, 3, queries, keys) * 4, mask])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dropout_of_rows_too_long_for_registers(guards: Guards, dtype: torch.dtype) -> None:
+    scores = (torch.randn(1, 1, 3, 16400) * 4).to(dtype)
+    for is_causal in (True, False):
+        mask = torch.rand(1, 1, 3, 16400) > 0.5
+        compare(guards, dropped("triton", is_causal), dropped_formula(is_causal), [scores, mask])
+
+
+def test_dropout_is_that_of_two_passes(guards: Guards) -> None:
+    """The same mask as ``attention_dropout``'s, and the result but for one rounding."""
+    scores = torch.randn(2, 3, 20, 70)
+    fused = dropped("triton", True)(scores, None)
+    two = functional.attention_dropout(causal("triton")(scores), sample_numbers=SAMPLES, impl="triton", **MASK_OF)
+    assert torch.equal(fused == 0, two == 0)
+    torch.testing.assert_close(fused, two, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_dropout_off_is_the_softmax(guards: Guards, impl: str, is_causal: bool) -> None:
+    scores, mask = torch.randn(2, 3, 5, 9), torch.rand(2, 1, 5, 9) > 0.5
+    for mask_or_none in (mask, None):
+        y = functional.softmax_dropout(
+            scores, mask_or_none, SCALE, causal=is_causal, sample_numbers=None, training=False, impl=impl, **MASK_OF
+        )
+        formula = causal_formula if is_causal else masked_formula
+        torch.testing.assert_close(y, formula(scores, mask_or_none), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -118,11 +182,12 @@ def test_layouts(guards: Guards, layout: str) -> None:
     mask = torch.rand(2, 3, 10, 6).transpose(-1, -2) > 0.5
     compare(guards, masked("triton"), masked_formula, [scores, mask], upstream=upstream)
     compare(guards, masked("triton"), masked_formula, [scores, mask[..., :1]], upstream=upstream)
+    compare(guards, dropped("triton", True), dropped_formula(True), [layouts(scores)[layout], mask], upstream=upstream)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("shape", [(0, 2, 3, 4), (2, 2, 0, 4), (2, 2, 3, 0)])
 def test_nothing_to_do(guards: Guards, impl: str, shape: tuple[int, ...]) -> None:
     scores = torch.empty(shape).requires_grad_()
-    causal(impl)(scores).sum().backward()
+    (causal(impl)(scores).sum() + dropped(impl, True)(scores, None).sum()).backward()
     assert scores.grad is not None and scores.grad.shape == shape

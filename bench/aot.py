@@ -21,8 +21,24 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from trimegatron.bench import pipes
 from trimegatron.kernels import launcher
 from trimegatron.kernels.launcher import Config
+
+
+@dataclass(frozen=True)
+class Multiprocessor:
+    """What the programs on one multiprocessor share: CUDA's "technical specifications per compute capability"."""
+
+    warps: int
+    shared_bytes: int
+    programs: int = 32
+    registers: int = 1 << 16
+
+
+MULTIPROCESSORS = {80: Multiprocessor(64, 164 << 10), 90: Multiprocessor(64, 228 << 10)}
+MULTIPROCESSORS[100] = MULTIPROCESSORS[90]
+_SYSTEM_SHARED_BYTES = 1024  # of each program
 
 _TYPES = {
     torch.float32: "*fp32",
@@ -42,6 +58,7 @@ class Launch:
     """One call of ``launcher.launch``."""
 
     kernel: Any
+    grid: tuple[int, ...]
     args: tuple[Any, ...]
     config: Config
     constexprs: dict[str, Any]
@@ -51,14 +68,49 @@ class Launch:
 class Code:
     """What a compiled kernel uses; widths in bits -> number of instructions."""
 
+    arch: int
+    num_warps: int
+    num_stages: int
     registers: int
     spill_bytes: int
     shared_bytes: int
     loads: Counter[int] = field(default_factory=Counter)
     stores: Counter[int] = field(default_factory=Counter)
     async_loads: Counter[int] = field(default_factory=Counter)
+    loops: list[Counter[str]] = field(default_factory=list)
+    """Instructions by pipe of the loops that multiply matrices (``pipes.py``)."""
     narrow_offsets: list[str] = field(default_factory=list)
     """Pointer arithmetic on [R, C] tiles with 32-bit offsets, which overflow at 2**31 elements."""
+
+    @property
+    def programs(self) -> int:
+        """Programs that fit on a multiprocessor. Warps take registers by 256, and come in fours."""
+        has = MULTIPROCESSORS[self.arch]
+        warp_registers = -(-self.registers * 32 // 256) * 256
+        by_registers = has.registers // warp_registers // 4 * 4 // self.num_warps
+        by_shared = has.shared_bytes // (-(-self.shared_bytes // 128) * 128 + _SYSTEM_SHARED_BYTES)
+        return min(by_registers, by_shared, has.warps // self.num_warps, has.programs)
+
+    @property
+    def occupancy(self) -> float:
+        """Share of a multiprocessor's warps that can be there at a time."""
+        return self.programs * self.num_warps / MULTIPROCESSORS[self.arch].warps
+
+    @property
+    def loaded_bytes(self) -> int:
+        """What one program asks for if every load instruction runs once, 128-bit ones only."""
+        return (self.loads[128] + self.async_loads[128]) * 16 * 32 * self.num_warps
+
+    @property
+    def stored_bytes(self) -> int:
+        return self.stores[128] * 16 * 32 * self.num_warps
+
+    @property
+    def bytes_in_flight(self) -> int:
+        """Of a multiprocessor whose programs have issued every load they can before they wait: those of a straight
+        kernel, or all but one stage of a pipelined loop."""
+        ahead = self.async_loads[128] * (self.num_stages - 1) // max(1, self.num_stages)
+        return (self.loads[128] + ahead) * 16 * 32 * self.num_warps * self.programs
 
     def __str__(self) -> str:
         def widths(counts: Counter[int]) -> str:
@@ -75,7 +127,7 @@ def record(call: Callable[[], Any]) -> list[Launch]:
     launches: list[Launch] = []
 
     def keep(kernel: Any, grid: tuple[int, ...], *args: Any, config: Config, **constexprs: Any) -> None:
-        launches.append(Launch(kernel, args, config, constexprs))
+        launches.append(Launch(kernel, grid, args, config, constexprs))
 
     with mock.patch.object(launcher, "launch", keep):
         call()
@@ -124,7 +176,7 @@ def _width(opcode: str) -> int:
 
 
 def measure(launch: Launch, arch: int) -> Code:
-    """Compile for compute capability ``arch`` (80, 90) and read the result."""
+    """Compile for compute capability ``arch`` (80, 90, 100) and read the result."""
     options = {
         "num_warps": launch.config.num_warps,
         "num_stages": launch.config.num_stages,
@@ -135,11 +187,16 @@ def measure(launch: Launch, arch: int) -> Code:
         cubin = Path(folder) / "kernel.cubin"
         cubin.write_bytes(compiled.asm["cubin"])
         usage = _tool("--dump-resource-usage", str(cubin)).split(f"Function {compiled.metadata.name}:")[-1]
-        opcodes = _OPCODE.findall(_tool("-sass", str(cubin)))
+        sass = _tool("-sass", str(cubin))
+        opcodes = _OPCODE.findall(sass)
     match = _RESOURCES.search(usage)
     assert match, usage
     registers, stack, static_shared, local = map(int, match.groups())
-    code = Code(registers, stack + local, static_shared + compiled.metadata.shared)
+    config = launch.config
+    code = Code(
+        arch, config.num_warps, config.num_stages, registers, stack + local, static_shared + compiled.metadata.shared
+    )
+    code.loops = pipes.loops(sass)
     code.narrow_offsets = _NARROW_OFFSET.findall(compiled.asm["ttir"])
     counters = {"LDG": code.loads, "STG": code.stores, "LDGSTS": code.async_loads}
     for opcode in opcodes:
