@@ -47,8 +47,10 @@ REQUIRED: dict[str, tuple[Any, ...]] = {
     "window_size": (None,),
 }
 """What these may say for the model to be one of ours; an option that a version of Megatron-LM has not is right."""
-NOT_OF_THE_RUN = {"parallel", "checkpoint", "logging"}
+NOT_OF_THE_RUN = {"parallel", "recompute", "checkpoint", "logging"}
 NOT_READ = {
+    "exit_signal",
+    "skip_train",
     "vocab_size",
     "mask_padded_vocab",
     "tokenizer_type",
