@@ -119,8 +119,9 @@ class Watch:
     def _end_hang(self, store: dist.Store) -> None:
         """Name the ranks that are behind, once, and end this one."""
         before = self._read(store)
-        self._is_over.wait(2 * self.period)
-        self._say(store)
+        for _ in range(3):  # going on to speak: the others may be here as well, reading this rank's words
+            self._is_over.wait(self.period)
+            self._say(store)
         after = self._read(store)
         if self._is_over.is_set() or time.monotonic() - self._moved_at <= self.limit:
             return
