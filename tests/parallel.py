@@ -21,6 +21,18 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """What torchrun would tell one of the ranks, all on this machine."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
     """What ``function(*args)`` returns on each rank (tensors, numbers, text, and containers of them), each in a forked
     process with torchrun's environment.
@@ -57,14 +69,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
 def _one_rank(
     rank: int, world_size: int, port: int, function: Callable[..., Any], args: tuple[Any, ...], results: Any
 ) -> None:
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
+    os.environ |= rank_environment(rank, world_size, port)
     try:
         # As bytes: a tensor in a queue is shared memory, which goes with the process that made it.
         result = io.BytesIO()

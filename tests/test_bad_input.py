@@ -9,15 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.runs import tiny_flags, write_corpus
+from tests.runs import tiny_flags
 from trimegatron.cli import main as cli
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    prefix = tmp_path_factory.mktemp("corpus") / "text"
-    write_corpus(prefix)
-    return prefix
 
 
 def run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.pairwise import Combination, covering_set
-from tests.runs import train_tiny, write_corpus
+from tests.runs import train_tiny
 
 NUM_LAYERS, GLOBAL_BATCH = 4, 8
 
@@ -86,13 +86,6 @@ def name(c: Combination) -> str:
     parts = ["×".join(map(str, c["layout"])), c["schedule"], f"mbs{c['micro_batch_size']}"]
     parts += [key for key in ("sequence_parallel", "distributed_optimizer", "masked") if c[key]]
     return " ".join([*parts, *([c["recompute"]] if c["recompute"] else [])])
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    prefix = tmp_path_factory.mktemp("corpus") / "text"
-    write_corpus(prefix)
-    return prefix
 
 
 @pytest.fixture(scope="module")

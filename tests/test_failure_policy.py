@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.parallel import run_ranks
-from tests.runs import tiny_flags, train_tiny, write_corpus
+from tests.runs import tiny_flags, train_tiny
 from trimegatron import garbage, train
 from trimegatron.config import parse_train_args
 from trimegatron.determinism import deterministic_environment
@@ -20,13 +20,6 @@ from trimegatron.tokenizer import build_tokenizer
 
 RUINED = {"lr": 1e30, "min_lr": 0.0, "lr_warmup_iters": 0, "clip_grad": 0.0}
 """The first update makes weights from which every further loss is NaN."""
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    prefix = tmp_path_factory.mktemp("corpus") / "text"
-    write_corpus(prefix)
-    return prefix
 
 
 def run(flags: list[str]) -> int:

@@ -14,13 +14,6 @@ LAYOUTS = [(2, 1, None), (1, 2, None), (1, 2, True), (2, 2, True), (1, 4, None),
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    prefix = tmp_path_factory.mktemp("corpus") / "text"
-    write_corpus(prefix)
-    return prefix
-
-
-@pytest.fixture(scope="module")
 def alone(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     return train_tiny(corpus, metrics=tmp_path_factory.mktemp("alone") / "metrics.jsonl")
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.checkpoint.test_resume import assert_equal_checkpoints, without_timing
-from tests.runs import train_tiny, write_corpus
+from tests.runs import train_tiny
 
 RAMP = {
     "train_iters": None,
@@ -21,13 +21,6 @@ RAMP = {
     "save_interval": 100,
 }
 SIZES = [4, 4, 4, 4, 4, 8, 8, 8, 12, 12, 16, 16]
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    prefix = tmp_path_factory.mktemp("corpus") / "text"
-    write_corpus(prefix)
-    return prefix
 
 
 def test_grows_and_resumes_in_the_middle(corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture):

@@ -8,19 +8,12 @@ import pytest
 
 from tests.checkpoint.test_resume import load_and_fail, without_timing
 from tests.parallel import run_ranks
-from tests.runs import tiny_flags, train_tiny, write_corpus
+from tests.runs import tiny_flags, train_tiny
 from trimegatron import train
 from trimegatron.optim.adamw import FlatAdamW
 
 COMMON = {"train_iters": 8, "lr_decay_iters": 8, "lr_warmup_init": 1e-3, "save_interval": 100}
 WSD = {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 4, "lr_wsd_decay_style": "minus_sqrt"}
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    prefix = tmp_path_factory.mktemp("corpus") / "text"
-    write_corpus(prefix)
-    return prefix
 
 
 def recorded(flags: list[str]) -> list[tuple[float, float]]:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.parallel import free_port, run_ranks
-from tests.runs import read_metrics, tiny_flags, train_tiny, write_corpus
+from tests.runs import read_metrics, tiny_flags, train_tiny
 from trimegatron import stopping, train
 from trimegatron.checkpoint import saver
 from trimegatron.checkpoint.storage import read_whole
@@ -27,13 +27,6 @@ COMMON: dict[str, Any] = {
     "micro_batch_size": 1, "global_batch_size": 2, "train_iters": 12, "lr_decay_iters": 12, "save_interval": 100,
     "eval_interval": 4, "eval_iters": 1, "num_workers": 1,
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    prefix = tmp_path_factory.mktemp("corpus") / "text"
-    write_corpus(prefix)
-    return prefix
 
 
 def kill_self_and_workers(name: str, times: int = 1) -> None:

@@ -13,19 +13,12 @@ from typing import Any
 
 import pytest
 
-from tests.parallel import free_port, run_ranks
-from tests.runs import tiny_flags, write_corpus
+from tests.parallel import free_port, rank_environment, run_ranks
+from tests.runs import tiny_flags
 from trimegatron import train
 from trimegatron.data_parallel.buffer import ParameterBuffer
 from trimegatron.trainer import Trainer
 from trimegatron.watch import Word, describe_hang
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    prefix = tmp_path_factory.mktemp("corpus") / "text"
-    write_corpus(prefix)
-    return prefix
 
 
 def boom(flags: list[str]) -> int:
@@ -61,14 +54,9 @@ def forked(function: Callable[[int, int, list[str]], None], flags: list[str]) ->
     return [process.exitcode for process in ranks]
 
 
-def set_environment(rank: int, port: int) -> None:
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-
-
 def killed(rank: int, port: int, flags: list[str]) -> None:
     """Rank 0, which holds the store, is killed in its first step."""
-    set_environment(rank, port)
+    os.environ |= rank_environment(rank, 2, port)
     if rank == 0:
         Trainer.train_step = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore
     sys.exit(train.main(flags))
@@ -85,7 +73,7 @@ def take_a_nap() -> None:
 
 def hang(rank: int, port: int, flags: list[str]) -> None:
     """Rank 1 sleeps in its fourth step, while rank 0 waits for its gradients."""
-    set_environment(rank, port)
+    os.environ |= rank_environment(rank, 2, port)
     step = Trainer.train_step
 
     def slow_step(self: Trainer, batches: Any) -> Any:

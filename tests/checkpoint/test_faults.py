@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.test_resume import without_timing
-from tests.parallel import free_port, run_ranks
-from tests.runs import read_metrics, tiny_flags, train_tiny, write_corpus
+from tests.parallel import free_port, rank_environment, run_ranks
+from tests.runs import read_metrics, tiny_flags, train_tiny
 from trimegatron import train
 from trimegatron.checkpoint.compare import differences
 from trimegatron.checkpoint.contents import faults
@@ -39,13 +39,6 @@ TINY = {
     "train_iters": STEPS,
     "save_interval": 2,
 }
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    prefix = tmp_path_factory.mktemp("corpus") / "text"
-    write_corpus(prefix)
-    return prefix
 
 
 @pytest.fixture(scope="module")
@@ -77,14 +70,7 @@ def start_ranks(world_size: int, flags: list[str]) -> list[int]:
     for rank in range(world_size):
         pid = os.fork()
         if pid == 0:
-            os.environ |= {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(world_size),
-                "LOCAL_WORLD_SIZE": str(world_size),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-            }
+            os.environ |= rank_environment(rank, world_size, port)
             sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: PTH123, SIM115
             code = 99
             try:

@@ -9,19 +9,12 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.parallel import run_ranks
-from tests.runs import tiny_flags, train_tiny, write_corpus
+from tests.runs import tiny_flags, train_tiny
 from trimegatron import train
 from trimegatron.checkpoint import storage
 from trimegatron.config import parse_train_args
 
 SIZES = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    prefix = tmp_path_factory.mktemp("corpus") / "text"
-    write_corpus(prefix)
-    return prefix
 
 
 @pytest.fixture(scope="module")

@@ -11,16 +11,9 @@ import torch
 from safetensors.torch import load_file
 
 from tests.parallel import run_ranks
-from tests.runs import read_metrics, tiny_flags, train_tiny, write_corpus
+from tests.runs import read_metrics, tiny_flags, train_tiny
 from trimegatron import feed, train
 from trimegatron.checkpoint.storage import read_whole
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    prefix = tmp_path_factory.mktemp("corpus") / "text"
-    write_corpus(prefix)
-    return prefix
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:

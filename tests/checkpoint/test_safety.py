@@ -10,18 +10,11 @@ import numpy as np
 import pytest
 
 from tests.parallel import run_ranks
-from tests.runs import tiny_flags, train_tiny, write_corpus
+from tests.runs import tiny_flags, train_tiny
 from trimegatron import train
 from trimegatron.checkpoint.directory import find_checkpoint
 from trimegatron.cli import main
 from trimegatron.data.indexed_writer import IndexedDatasetWriter
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    prefix = tmp_path_factory.mktemp("corpus") / "text"
-    write_corpus(prefix)
-    return prefix
 
 
 def fails(corpus: Path, capfd: pytest.CaptureFixture, code: int, *, world_size: int = 1, **changes) -> str:

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from tests.parallel import free_port, run_ranks
-from tests.runs import tiny_flags, write_corpus
+from tests.runs import tiny_flags
 from trimegatron import train
 from trimegatron.checkpoint import saver
 from trimegatron.checkpoint.directory import damage_in, find_checkpoint, outdated, problem_with
@@ -27,13 +27,6 @@ COMMON: dict[str, Any] = {
     "micro_batch_size": 1, "global_batch_size": 2, "train_iters": 8, "lr_decay_iters": 12, "save_interval": 2,
     "log_interval": 100, "use_distributed_optimizer": True,
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    prefix = tmp_path_factory.mktemp("corpus") / "text"
-    write_corpus(prefix)
-    return prefix
 
 
 def saved(folder: Path) -> list[int]:

@@ -14,19 +14,12 @@ import torch
 from safetensors.torch import load_file
 
 from tests.convert.models import random_source, with_tensor, write_layout
-from tests.runs import VOCAB_SIZE, train_tiny, write_corpus
+from tests.runs import VOCAB_SIZE, train_tiny
 from trimegatron.bench.measure import Contender, peak_memory
 from trimegatron.cli import main
 from trimegatron.convert.to_hf import convert_to_hf, write_hf
 from trimegatron.convert.to_ours import write_checkpoint
 from trimegatron.errors import CheckpointError
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    prefix = tmp_path_factory.mktemp("corpus") / "text"
-    write_corpus(prefix)
-    return prefix
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import torch
 
 from tests.convert.models import random_source
 from tests.parallel import run_ranks
-from tests.runs import tiny_flags, train_tiny, write_corpus
+from tests.runs import tiny_flags, train_tiny
 from tests.test_golden_curve import Rows
 from trimegatron import train
 from trimegatron.checkpoint.directory import require_checkpoint
@@ -83,13 +83,6 @@ def test_golden_losses_from_step_ten(tensor_parallel_size: int, tmp_path: Path):
     for curve in run_ranks(tensor_parallel_size, go_on, flags, tmp_path / "rows", tensor_parallel_size):
         np.testing.assert_allclose([loss for loss, _ in curve], [step["loss"] for step in golden], rtol=2e-6)
         np.testing.assert_allclose([norm for _, norm in curve], [step["grad_norm"] for step in golden], rtol=5e-6)
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    prefix = tmp_path_factory.mktemp("corpus") / "text"
-    write_corpus(prefix)
-    return prefix
 
 
 def test_by_megatron_and_back_nothing_is_lost(corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.runs import train_each, write_corpus
+from tests.runs import train_each
 from trimegatron.checkpoint.storage import read_whole
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -39,13 +39,6 @@ SMALL = {
     "log_grad_norm_by_group": True,
 }
 TOLD = ("lm_loss", "grad_norm", "grad_norm_decayed", "grad_norm_others", "params_norm")
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    prefix = tmp_path_factory.mktemp("corpus") / "text"
-    write_corpus(prefix)
-    return prefix
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import torch.distributed.pipelining  # (here once, not in each forked rank)
 from safetensors import safe_open
 
 from tests.checkpoint.test_resume import assert_equal_checkpoints, without_timing
-from tests.runs import VOCAB_SIZE, train_each, write_corpus
+from tests.runs import VOCAB_SIZE, train_each
 from trimegatron.checkpoint.directory import require_checkpoint
 from trimegatron.convert.to_hf import convert_to_hf
 from trimegatron.generate import GenerateConfig, generate, load_model
@@ -21,13 +21,6 @@ from trimegatron.tokenizer import NullTokenizer
 COMMON = {"num_layers": 4, "save_interval": 100}
 PP2 = {"pipeline_model_parallel_size": 2}
 INTERLEAVED = PP2 | {"num_layers_per_virtual_pipeline_stage": 1}
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    prefix = tmp_path_factory.mktemp("corpus") / "text"
-    write_corpus(prefix)
-    return prefix
 
 
 @pytest.fixture(scope="module")

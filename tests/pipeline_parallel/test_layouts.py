@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch.distributed.pipelining  # noqa: F401  (here once, not in each forked rank)
 
-from tests.runs import train_each, write_corpus
+from tests.runs import train_each
 from tests.test_layouts import assert_same_run
 
 PP2 = {"pipeline_model_parallel_size": 2}
@@ -20,13 +20,6 @@ MASKED = {"eod_mask_loss": True, "reset_position_ids": True, "reset_attention_ma
 EVALUATED = {"eval_interval": 5, "eval_iters": 2}
 NUMBERS = (1, 3, 5)
 """Of micro-batches, on four ranks: fewer than stages, and no multiple of them."""
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    prefix = tmp_path_factory.mktemp("corpus") / "text"
-    write_corpus(prefix)
-    return prefix
 
 
 def four_layers(runs: dict[str, dict]) -> dict[str, dict]:

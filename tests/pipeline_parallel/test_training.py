@@ -11,7 +11,7 @@ import torch
 import torch.distributed.pipelining  # (here once, not in each forked rank)
 
 from tests.parallel import run_ranks
-from tests.runs import read_metrics, tiny_flags, train_each, write_corpus
+from tests.runs import read_metrics, tiny_flags, train_each
 from trimegatron import train
 from trimegatron.errors import ConfigError, DataError
 from trimegatron.feed import Feed
@@ -21,13 +21,6 @@ from trimegatron.trainer import Trainer
 
 PP2 = {"pipeline_model_parallel_size": 2}
 WORDS = "embedding.word_embeddings.weight"
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    prefix = tmp_path_factory.mktemp("corpus") / "text"
-    write_corpus(prefix)
-    return prefix
 
 
 def word_tables(flags: list[str]) -> list[torch.Tensor]:
