@@ -25,7 +25,7 @@ KINDS = {
 """torch's operator → what we call it; others keep their names."""
 
 
-AXES = ("world", "pipeline", "data", "tensor", "model", "embedding")
+AXES = ("world", "pipeline", "data", "tensor", "embedding")
 """Of the mesh."""
 
 

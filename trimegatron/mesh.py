@@ -49,8 +49,6 @@ class Mesh:
     pipeline: Axis = Axis()
     data: Axis = Axis()
     tensor: Axis = Axis()
-    model: Axis = Axis()
-    """The ranks that hold one replica of the model: pipeline × tensor."""
     embedding: Axis = Axis()
     """The two stages that hold the tied word table, first and last; size 1 everywhere else."""
     saving: Axis = Axis()
@@ -279,11 +277,10 @@ def cut_mesh(
 
     world = Axis(world_size, rank, dist.group.WORLD)
     ranks = mesh.mesh  # [pp, dp, tp]
-    model = _axis_of(rank, [ranks[:, d].flatten().tolist() for d in range(data_parallel_size)])
     embedding = Axis()
     if pipeline_parallel_size > 1:
         embedding = _axis_of(rank, ranks[[0, -1]].flatten(1).t().tolist())
-    return Mesh(device, world, axis("pp"), axis("dp"), axis("tp"), model, embedding, store=store)
+    return Mesh(device, world, axis("pp"), axis("dp"), axis("tp"), embedding, store=store)
 
 
 def _axis_of(rank: int, groups: list[list[int]]) -> Axis:
