@@ -279,8 +279,7 @@ def softmax_dropout(
     ``causal`` and a mask the keys that both leave are visible. The kernel keeps the scores for the backward pass, and
     makes the probabilities and the mask again."""
     _check_scores(scores, mask)
-    drops = bool(training and philox.dropout_threshold(p))
-    if drops:
+    if training and philox.dropout_threshold(p):
         sample_numbers = _check_dropout(scores, scores.shape[0], sample_numbers, seed)
         if uses_triton(impl, scores):
             mask_of = (seed, layer, head_offset, position_offset)
@@ -289,11 +288,9 @@ def softmax_dropout(
         probabilities = scaled_causal_softmax(scores, scale, impl=impl)
     else:
         probabilities = scaled_masked_softmax(scores, reference.hidden_keys(scores, mask, causal), scale, impl=impl)
-    if not drops:
-        return probabilities
-    return reference.attention_dropout(
+    return attention_dropout(
         probabilities, p=p, seed=seed, sample_numbers=sample_numbers, layer=layer, head_offset=head_offset,
-        position_offset=position_offset,
+        position_offset=position_offset, training=training, impl=impl,
     )  # fmt: skip
 
 

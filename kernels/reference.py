@@ -90,10 +90,7 @@ def bias_gelu_backward_with_activation(
     dy: Tensor, x: Tensor, bias: Tensor, approximate: str = "tanh"
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dx, dbias and gelu(x + bias) again."""
-    z = x.float() + bias.float()
-    dz = torch.ops.aten.gelu_backward(dy.float(), z, approximate=approximate)
-    dbias = dz.flatten(0, -2).sum(dim=0) if dz.dim() > 1 else dz
-    return dz.to(x.dtype), dbias.to(bias.dtype), F.gelu(z, approximate=approximate).to(x.dtype)
+    return *bias_gelu_backward(dy, x, bias, approximate), bias_gelu_forward(x, bias, approximate)
 
 
 @functools.lru_cache(maxsize=16)
@@ -248,12 +245,9 @@ def cross_entropy_backward(
     floor: float,
 ) -> Tensor:
     """dlogits like logits, zero from column ``num_valid`` on."""
-    shifted = logits[..., :num_valid].float() - log_sum_exp.unsqueeze(-1)
-    gradient = _cross_entropy_gradient_(shifted, target, dloss, vocab_start, ignore_index, confidence, floor)
-    if num_valid == logits.shape[-1]:
-        return gradient.to(logits.dtype)
-    dlogits = torch.zeros_like(logits)
-    dlogits[..., :num_valid] = gradient
+    dlogits = logits.clone(memory_format=torch.contiguous_format)
+    words = (vocab_start, num_valid, ignore_index, confidence, floor)
+    cross_entropy_backward_(dlogits, target, log_sum_exp, dloss, *words)
     return dlogits
 
 
