@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from trimegatron.bench.models import gpt2_spec
 from trimegatron.config.flags import parse
 from trimegatron.config.options import Options, option
 from trimegatron.mesh import Axis
@@ -89,15 +90,12 @@ def layer_spec(
     recompute: Recompute,
 ) -> GPTSpec:
     """A bf16 model of such layers; ``dropout`` is that of hidden states and that of the attention core."""
-    return GPTSpec(
+    return gpt2_spec(
         num_layers=2,
         hidden_size=config.hidden_size,
-        ffn_hidden_size=4 * config.hidden_size,
         num_attention_heads=config.num_attention_heads,
-        kv_channels=config.hidden_size // config.num_attention_heads,
-        max_position_embeddings=config.seq_length,
+        seq_length=config.seq_length,
         vocab_size=1,
-        padded_vocab_size=1,
         hidden_dropout=dropout[0],
         attention_dropout=dropout[1],
         kernels=config.kernels,

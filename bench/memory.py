@@ -10,14 +10,13 @@ from dataclasses import dataclass
 
 import torch
 
+from trimegatron.bench.models import adamw, gpt2_spec
 from trimegatron.config.flags import parse
 from trimegatron.config.options import Options, option
 from trimegatron.data_parallel.buffer import ParameterBuffer
 from trimegatron.data_parallel.layout import BUCKET_SIZE
 from trimegatron.mesh import Axis, Mesh
 from trimegatron.model.gpt import GPTStage
-from trimegatron.model.spec import GPTSpec
-from trimegatron.optim.adamw import FlatAdamW
 
 DATA_PARALLEL_SIZES = (1, 2, 4, 8)
 
@@ -101,15 +100,12 @@ def count_bytes(
     config: MemoryBenchConfig, precision: Precision, data_parallel_size: int, *, shard_optimizer: bool
 ) -> Count:
     """Build what one rank holds, talking to nobody, and add up its storages."""
-    spec = GPTSpec(
+    spec = gpt2_spec(
         num_layers=config.num_layers,
         hidden_size=config.hidden_size,
-        ffn_hidden_size=4 * config.hidden_size,
         num_attention_heads=config.num_attention_heads,
-        kv_channels=config.hidden_size // config.num_attention_heads,
-        max_position_embeddings=config.seq_length,
+        seq_length=config.seq_length,
         vocab_size=config.vocab_size,
-        padded_vocab_size=config.vocab_size,
         dtype=precision.dtype,
     )
     model = GPTStage(spec, range(spec.num_layers))
@@ -121,7 +117,7 @@ def count_bytes(
         bucket_size=config.ddp_bucket_size,
         shard_optimizer=shard_optimizer,
     )
-    optimizer = FlatAdamW(buffer, beta1=0.9, beta2=0.999, epsilon=1e-8, kernels="auto")
+    optimizer = adamw(buffer, kernels="auto")
     weights = storage_bytes(*model.parameters(), buffer.params)
     gradients = storage_bytes(*(p.grad for p in model.parameters() if p.grad is not None), buffer.grads)
     everything = storage_bytes(

@@ -12,18 +12,17 @@ import os
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from trimegatron.bench.models import adamw, gpt2_spec, update
 from trimegatron.config.flags import parse
 from trimegatron.config.options import Options, option
 from trimegatron.data_parallel.buffer import ParameterBuffer
 from trimegatron.model.gpt import GPTStage
-from trimegatron.model.spec import GPTSpec
-from trimegatron.optim.adamw import FlatAdamW
-from trimegatron.optim.gradients import clip_factor, squared_norms
 
 PHASES = ("forward", "backward", "optimizer")
 DEPTHS = (2, 4)
@@ -91,26 +90,27 @@ def count_phases(forward: Callable[[], torch.Tensor], update: Callable[[], None]
 
 def count_ours(num_layers: int, dropout: float) -> Counts:
     """Of ``trimegatron``, one micro-batch a step, as the trainer does it."""
-    spec = GPTSpec(
-        num_layers, 64, 256, 4, 16, 32, 128, 128, attention_dropout=dropout, hidden_dropout=dropout, kernels="triton"
+    spec = gpt2_spec(
+        num_layers=num_layers,
+        hidden_size=64,
+        num_attention_heads=4,
+        seq_length=32,
+        vocab_size=128,
+        attention_dropout=dropout,
+        hidden_dropout=dropout,
+        kernels="triton",
     )
     with fake_tensors():
         model = GPTStage(spec, range(num_layers)).train()
         buffer = ParameterBuffer(model.named_parameters(), grad_dtype=torch.float32)
-        optimizer = FlatAdamW(buffer, beta1=0.9, beta2=0.999, epsilon=1e-8, kernels="triton")
+        optimizer = adamw(buffer, kernels="triton")
         tokens, samples = torch.zeros(2, 32, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
 
         def forward() -> torch.Tensor:
             buffer.start(num_micro_batches=1)
             return model(tokens, labels=tokens, sample_numbers=samples)
 
-        def update() -> None:
-            buffer.finish()
-            decayed, others = squared_norms(buffer.counted_grads(), device=tokens.device, kernels="triton")
-            factor = clip_factor((decayed + others).sqrt(), 1.0)
-            optimizer.step(lr=1e-3, weight_decay=0.1, grad_multiplier=factor)
-
-        return count_phases(forward, update)
+        return count_phases(forward, partial(update, optimizer))
 
 
 def count_transformers(num_layers: int, dropout: float) -> Counts:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from trimegatron.bench.models import BETAS, CLIP, EPSILON, LR, WEIGHT_DECAY, adamw, gpt2_spec, update
 from trimegatron.config.flags import parse
 from trimegatron.config.options import Options, option
 from trimegatron.convert.gpt2 import to_gpt2
@@ -23,10 +24,6 @@ from trimegatron.errors import UserError
 from trimegatron.model.gpt import GPTStage
 from trimegatron.model.init import initialize
 from trimegatron.model.spec import GPTSpec
-from trimegatron.optim.adamw import FlatAdamW
-from trimegatron.optim.gradients import clip_factor, squared_norms
-
-LR, WEIGHT_DECAY, CLIP, BETAS, EPSILON = 1e-3, 0.1, 1.0, (0.9, 0.999), 1e-8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,15 +46,12 @@ def main(argv: list[str]) -> int:
     """Compare, time, report."""
     (config,) = parse(argv, StepBenchConfig, prog="trimegatron bench step", description=__doc__ or "")
     torch.set_num_threads(config.threads or os.cpu_count() or 1)
-    spec = GPTSpec(
+    spec = gpt2_spec(
         num_layers=config.num_layers,
         hidden_size=config.hidden_size,
-        ffn_hidden_size=4 * config.hidden_size,
         num_attention_heads=config.num_attention_heads,
-        kv_channels=config.hidden_size // config.num_attention_heads,
-        max_position_embeddings=config.seq_length,
+        seq_length=config.seq_length,
         vocab_size=config.vocab_size,
-        padded_vocab_size=config.vocab_size,
         attention_dropout=0.0,
         hidden_dropout=0.0,
     )
@@ -79,17 +73,14 @@ def main(argv: list[str]) -> int:
 def our_step(model: GPTStage, tokens: torch.Tensor) -> Callable[[], float]:
     """Forward, backward, clip and AdamW over the flat buffer, as the trainer does it; returns the loss."""
     buffer = ParameterBuffer(model.named_parameters(), grad_dtype=torch.float32)
-    optimizer = FlatAdamW(buffer, beta1=BETAS[0], beta2=BETAS[1], epsilon=EPSILON, kernels="auto")
+    optimizer = adamw(buffer, kernels="auto")
     inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
     def step() -> float:
         buffer.start(num_micro_batches=1)
         loss = model(inputs, labels=labels) / labels.numel()
         loss.backward()
-        buffer.finish()
-        decayed, others = squared_norms(buffer.counted_grads(), device=inputs.device, kernels="auto")
-        norm = (decayed + others).sqrt()
-        optimizer.step(lr=LR, weight_decay=WEIGHT_DECAY, grad_multiplier=clip_factor(norm, CLIP))
+        update(optimizer)
         return loss.item()
 
     return step

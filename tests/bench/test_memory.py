@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trimegatron.bench import memory
+from trimegatron.bench import memory, models
 from trimegatron.bench.memory import MemoryBenchConfig, counts
 
 SMALL = MemoryBenchConfig(num_layers=2, hidden_size=64, vocab_size=2000, ddp_bucket_size=20_000)
@@ -34,12 +34,12 @@ def test_bytes_of_each_kind():
 def test_a_copy_would_be_found(monkeypatch: pytest.MonkeyPatch):
     """An optimizer that kept a master copy of fp32 weights would show."""
 
-    class Wasteful(memory.FlatAdamW):
+    class Wasteful(models.FlatAdamW):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
             self.copy = self.master.clone()
 
-    monkeypatch.setattr(memory, "FlatAdamW", Wasteful)
+    monkeypatch.setattr(models, "FlatAdamW", Wasteful)
     assert next(counts(SMALL)).optimizer > 11.9
 
 
