@@ -16,10 +16,11 @@ from trimegatron.config import Config, DataConfig, ModelConfig, OptimizerConfig,
 from trimegatron.convert.from_megatron import read_megatron
 from trimegatron.convert.lazy import CHUNK_BYTES, LazyTensor
 from trimegatron.convert.megatron_files import is_megatron
-from trimegatron.convert.source import MASTER, MODEL, MOMENTS, Source, global_shapes, new_state, read_checkpoint
+from trimegatron.convert.source import MASTER, MODEL, MOMENTS, Source, new_state, read_checkpoint
 from trimegatron.convert.to_hf import write_hf
 from trimegatron.convert.to_megatron import write_megatron
 from trimegatron.convert.to_ours import write_checkpoint
+from trimegatron.model.build import global_shapes
 from trimegatron.tokenizer import NullTokenizer
 
 

@@ -18,10 +18,11 @@ from trimegatron.convert.megatron_args import config_from_args
 from trimegatron.convert.megatron_files import MegatronFiles, RankFile, read_megatron_files
 from trimegatron.convert.megatron_names import HEADS, flatten, in_our_order, our_name
 from trimegatron.convert.megatron_optimizer import OptimizerState, read_optimizer
-from trimegatron.convert.source import MODEL, LocalParameter, Source, global_shapes, new_state, parameters_of
+from trimegatron.convert.source import MODEL, LocalParameter, Source, new_state, parameters_of
 from trimegatron.convert.vocabulary import VocabularyConfig, find_tokenizer
 from trimegatron.errors import CheckpointError, ConfigError
 from trimegatron.mesh import Axis
+from trimegatron.model.build import global_shapes
 from trimegatron.tensor_parallel.embedding import padded_vocab_size
 from trimegatron.tensor_parallel.parameter import ParameterSpec
 from trimegatron.tokenizer import NullTokenizer, Tokenizer

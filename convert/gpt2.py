@@ -16,8 +16,8 @@ from einops import rearrange
 from trimegatron.config import Config, DataConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrainingConfig
 from trimegatron.convert.lazy import LazyTensor, is_equal, rearranged
 from trimegatron.convert.ledger import check_shapes, match
-from trimegatron.convert.source import global_shapes
 from trimegatron.errors import CheckpointError, ConfigError
+from trimegatron.model.build import global_shapes
 
 TOP = {
     "embedding.word_embeddings.weight": "transformer.wte.weight",

@@ -6,7 +6,6 @@ one of these of it.
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,8 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-import trimegatron
-from trimegatron.checkpoint.checkpoint import CheckpointState, Progress
+from trimegatron.checkpoint.checkpoint import CheckpointState, Progress, software_versions
 from trimegatron.checkpoint.contents import saved_config
 from trimegatron.checkpoint.directory import TOKENIZER, checkpoint_folder, damage_in, require_checkpoint
 from trimegatron.checkpoint.storage import check_coverage, stored_pieces
@@ -25,7 +23,7 @@ from trimegatron.convert.ledger import check_shapes, match
 from trimegatron.convert.safetensors_file import read_safetensors
 from trimegatron.errors import CheckpointError
 from trimegatron.mesh import Axis
-from trimegatron.model.build import model_spec
+from trimegatron.model.build import global_shapes, model_spec
 from trimegatron.model.gpt import GPTStage
 from trimegatron.tensor_parallel.parameter import ParameterSpec, spec_of
 from trimegatron.tokenizer import Tokenizer, load_tokenizer
@@ -78,9 +76,14 @@ def new_state(
     data: dict | None = None,
 ) -> CheckpointState:
     """``state.json`` of a run that another program began."""
-    versions = {"trimegatron": trimegatron.__version__, "torch": torch.__version__, "python": platform.python_version()}
     return CheckpointState(
-        progress or Progress(), optimizer_step, scaler or {"scale": 1.0}, config.to_dict(), data or {}, {}, versions
+        progress or Progress(),
+        optimizer_step,
+        scaler or {"scale": 1.0},
+        config.to_dict(),
+        data or {},
+        {},
+        software_versions(),
     )
 
 
@@ -100,11 +103,6 @@ def parameters_of(
     layers = range(config.model.num_layers) if layers is None else layers
     stage = GPTStage(spec, layers, is_first=is_first, is_last=is_last)
     return {name: LocalParameter(spec_of(p), tuple(p.shape)) for name, p in stage.named_parameters()}
-
-
-def global_shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    """Every parameter's shape, without padding, in the model's order."""
-    return {name: spec.global_shape for name, (spec, _) in parameters_of(config).items()}
 
 
 def read_checkpoint(root: Path, ckpt_step: int | None = None) -> Source:

@@ -16,8 +16,9 @@ from trimegatron.config import Config, DataConfig, ModelConfig, OptimizerConfig,
 from trimegatron.convert.from_megatron import layers_of_chunk
 from trimegatron.convert.lazy import cut, in_memory
 from trimegatron.convert.safetensors_file import write_safetensors
-from trimegatron.convert.source import MASTER, MODEL, MOMENTS, Source, global_shapes, new_state, parameters_of
+from trimegatron.convert.source import MASTER, MODEL, MOMENTS, Source, new_state, parameters_of
 from trimegatron.mesh import Axis
+from trimegatron.model.build import global_shapes
 from trimegatron.tokenizer import NullTokenizer
 
 VOCAB_SIZE = 1003

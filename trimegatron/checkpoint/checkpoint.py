@@ -8,6 +8,7 @@ global ones, without padding.
 from __future__ import annotations
 
 import json
+import platform
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 
+import trimegatron
 from trimegatron.checkpoint.directory import STATE, TOKENIZER, readable
 from trimegatron.checkpoint.storage import Piece, load_pieces, stored_pieces
 from trimegatron.config import Config
@@ -67,6 +69,15 @@ class CheckpointState:
 
     def write(self, folder: Path) -> None:
         (folder / STATE).write_text(json.dumps(asdict(self), indent=1) + "\n")
+
+
+def software_versions() -> dict[str, str]:
+    """What ``state.json`` says wrote it."""
+    return {
+        "trimegatron": trimegatron.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
 
 
 def model_pieces(buffer: ParameterBuffer) -> dict[str, Piece]:

@@ -5,17 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-
 from trimegatron.checkpoint.checkpoint import CheckpointState
 from trimegatron.checkpoint.directory import MANIFEST, file_hash, manifest_files, problems_with, readable
 from trimegatron.checkpoint.storage import covers, global_shape, stored_pieces
 from trimegatron.config import Config
 from trimegatron.errors import CheckpointError
-from trimegatron.mesh import Axis
-from trimegatron.model.build import model_spec
-from trimegatron.model.gpt import GPTStage
-from trimegatron.tensor_parallel.parameter import spec_of
+from trimegatron.model.build import global_shapes
 
 
 def saved_config(folder: Path) -> Config:
@@ -70,15 +65,10 @@ def tensor_faults(folder: Path) -> Iterator[str]:
 
 def expected_shapes(config: Config, *, with_optimizer: bool) -> dict[str, tuple[int, ...]]:
     """Every tensor of a checkpoint → its global shape."""
-    spec = model_spec(config, tensor=Axis(), device=torch.device("meta"))
-    model = GPTStage(spec, range(config.model.num_layers))
     prefixes = ["model"]
     if with_optimizer:
         prefixes += ["optimizer.exp_avg", "optimizer.exp_avg_sq"]
-        if spec.dtype != torch.float32:
+        if config.precision.params_dtype != "float32":
             prefixes.append("optimizer.master")
-    return {
-        f"{prefix}.{name}": spec_of(parameter).global_shape
-        for prefix in prefixes
-        for name, parameter in model.named_parameters()
-    }
+    shapes = global_shapes(config)
+    return {f"{prefix}.{name}": shape for prefix in prefixes for name, shape in shapes.items()}

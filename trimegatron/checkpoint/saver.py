@@ -7,7 +7,6 @@ has a temporary name; what was saved before is touched only when the new one is 
 from __future__ import annotations
 
 import dataclasses
-import platform
 import shutil
 import threading
 import time
@@ -17,11 +16,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-
-import trimegatron
 from trimegatron.activity import Activity
-from trimegatron.checkpoint.checkpoint import CheckpointState, Progress, master_pieces, model_pieces, moment_pieces
+from trimegatron.checkpoint.checkpoint import (
+    CheckpointState,
+    Progress,
+    master_pieces,
+    model_pieces,
+    moment_pieces,
+    software_versions,
+)
 from trimegatron.checkpoint.directory import (
     TOKENIZER,
     change_since,
@@ -88,13 +91,14 @@ def take_snapshot(
         pieces |= moment_pieces(optimizer)
         if optimizer.low_precision is not None:
             pieces |= master_pieces(optimizer, "optimizer.master")
-    versions = {
-        "trimegatron": trimegatron.__version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
     state = CheckpointState(
-        Progress(**asdict(progress)), optimizer.step_count, scaler, config.to_dict(), data, interval, versions
+        Progress(**asdict(progress)),
+        optimizer.step_count,
+        scaler,
+        config.to_dict(),
+        data,
+        interval,
+        software_versions(),
     )
     return Snapshot(pieces, state)
 

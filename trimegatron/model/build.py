@@ -14,6 +14,7 @@ from trimegatron.model.recompute import Recompute
 from trimegatron.model.spec import GPTSpec
 from trimegatron.pipeline_parallel.partition import partition_layers
 from trimegatron.tensor_parallel.embedding import padded_vocab_size
+from trimegatron.tensor_parallel.parameter import spec_of
 
 
 def model_spec(config: Config, *, tensor: Axis, device: torch.device, dtype: torch.dtype | None = None) -> GPTSpec:
@@ -49,6 +50,13 @@ def model_spec(config: Config, *, tensor: Axis, device: torch.device, dtype: tor
             config.recompute.recompute_num_layers,
         ),
     )
+
+
+def global_shapes(config: Config) -> dict[str, tuple[int, ...]]:
+    """Every parameter's shape, without padding, in the model's order; built without memory."""
+    spec = model_spec(config, tensor=Axis(), device=torch.device("meta"))
+    stage = GPTStage(spec, range(spec.num_layers))
+    return {name: spec_of(parameter).global_shape for name, parameter in stage.named_parameters()}
 
 
 def stage_layers(config: Config) -> list[range]:
