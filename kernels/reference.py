@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,8 @@ from trimegatron.kernels import philox
 from trimegatron.kernels.adamw_runs import Run
 from trimegatron.kernels.adamw_scalars import AdamWScalar
 
-_ADAMW_CHUNK = 1 << 16  # elements whose temporaries stay in cache
+_CHUNK = 1 << 18  # elements that several passes read: their temporaries stay in cache, and calls stay few
+_DOT_CHUNK = 1 << 16  # elements of one dot product, which adds in fp32
 
 
 def layer_norm_forward(
@@ -184,52 +185,35 @@ def flash_attention(
     return (probabilities @ v).to(q.dtype)
 
 
+def _row_chunks(logits: Tensor) -> Iterator[slice]:
+    """The rows of logits [rows, v], a cache's worth at a time."""
+    step = max(1, _CHUNK // max(1, logits.shape[-1]))
+    return (slice(first, first + step) for first in range(0, logits.shape[0], step))
+
+
 @torch.no_grad()
 def cross_entropy_statistics(
     logits: Tensor, target: Tensor, vocab_start: int, num_valid: int, smoothed: bool
 ) -> Tensor:
     """[3, or 4 where smoothed, *target's shape] fp32 of logits [..., v] over the first ``num_valid`` columns: maximum,
     Σ exp(logit - maximum), the logit of the target (-inf where it is none of them), Σ logit."""
-    statistics = torch.zeros(3 + smoothed, *target.shape, device=logits.device)
+    statistics = torch.zeros(3 + smoothed, target.numel(), device=logits.device)
     statistics[0] = statistics[2] = -math.inf
-    if num_valid == 0:
-        return statistics
-    valid = logits[..., :num_valid].float()
-    local = target - vocab_start
-    elsewhere = (local < 0) | (local >= num_valid)
-    at_target = valid.gather(-1, local.masked_fill(elsewhere, 0).unsqueeze(-1)).squeeze(-1)
-    statistics[2] = at_target.masked_fill_(elsewhere, -math.inf)
-    if smoothed:
-        statistics[3] = valid.sum(dim=-1)
-    statistics[0] = maximum = valid.amax(dim=-1)
-    level = maximum.masked_fill(maximum == -math.inf, 0.0)
-    statistics[1] = (valid - level.unsqueeze(-1)).exp_().sum(dim=-1)
-    return statistics
-
-
-def _cross_entropy_gradient_(
-    shifted: Tensor,
-    target: Tensor,
-    dloss: Tensor,
-    vocab_start: int,
-    ignore_index: int,
-    confidence: float,
-    floor: float,
-) -> Tensor:
-    """(exp(shifted) - floor - confidence · [column = target]) · dloss in the place of shifted, fp32 [..., valid]."""
-    probability = shifted.exp_()
-    if floor != 0.0:
-        probability.sub_(floor)
-    if probability.shape[-1]:
-        local = (target - vocab_start).unsqueeze(-1)
-        here = (local >= 0) & (local < probability.shape[-1])
-        # The one-hot is subtracted in fp32, before the single rounding to the logits' dtype.
-        probability.scatter_add_(-1, local.masked_fill(~here, 0), here.to(probability.dtype).mul_(-confidence))
-    probability.mul_(dloss.unsqueeze(-1))
-    ignored = target == ignore_index
-    if ignored.any():
-        probability[ignored] = 0.0
-    return probability
+    if num_valid:
+        local = (target - vocab_start).flatten()
+        elsewhere = (local < 0) | (local >= num_valid)
+        column = local.masked_fill(elsewhere, 0).unsqueeze(-1)
+        flat = logits.reshape(target.numel(), logits.shape[-1])
+        for rows in _row_chunks(flat):
+            valid = flat[rows, :num_valid].float()
+            statistics[0, rows] = maximum = valid.amax(dim=-1)
+            level = maximum.masked_fill(maximum == -math.inf, 0.0)
+            statistics[1, rows] = (valid - level.unsqueeze(-1)).exp_().sum(dim=-1)
+            statistics[2, rows] = valid.gather(-1, column[rows]).squeeze(-1)
+            if smoothed:
+                statistics[3, rows] = valid.sum(dim=-1)
+        statistics[2].masked_fill_(elsewhere, -math.inf)
+    return statistics.unflatten(1, target.shape)
 
 
 @torch.no_grad()
@@ -263,13 +247,30 @@ def cross_entropy_backward_(
     confidence: float,
     floor: float,
 ) -> None:
-    """dlogits in the place of logits."""
-    valid = logits[..., :num_valid]
-    shifted = valid.float().sub_(log_sum_exp.unsqueeze(-1))  # fp32 logits themselves, else a copy
-    gradient = _cross_entropy_gradient_(shifted, target, dloss, vocab_start, ignore_index, confidence, floor)
-    if gradient.dtype != logits.dtype:
-        valid.copy_(gradient)
-    logits[..., num_valid:] = 0.0
+    """(exp(logit - log_sum_exp) - floor - confidence · [column = target]) · dloss in the place of logits, which are
+    contiguous; zero from column ``num_valid`` on and where the target is ignored."""
+    flat = logits.view(target.numel(), logits.shape[-1])
+    target, log_sum_exp, dloss = (tensor.reshape(-1, 1) for tensor in (target, log_sum_exp, dloss))
+    local = target - vocab_start
+    here = (local >= 0) & (local < num_valid)
+    column = local.masked_fill(~here, 0)
+    hot = here.float().mul_(-confidence)
+    ignored = target == ignore_index
+    some_ignored = bool(ignored.any())
+    for rows in _row_chunks(flat):
+        valid = flat[rows, :num_valid]
+        probability = valid.float().sub_(log_sum_exp[rows]).exp_()  # in the place of fp32 logits, else a copy
+        if floor != 0.0:
+            probability.sub_(floor)
+        if num_valid:
+            # The one-hot is subtracted in fp32, before the single rounding to the logits' dtype.
+            probability.scatter_add_(-1, column[rows], hot[rows])
+        probability.mul_(dloss[rows])
+        if some_ignored:  # whatever their logits are, infinite ones too
+            probability.masked_fill_(ignored[rows], 0.0)
+        if probability.dtype != logits.dtype:
+            valid.copy_(probability)
+        flat[rows, num_valid:] = 0.0
 
 
 @torch.no_grad()
@@ -292,17 +293,18 @@ def adamw_step_(
     if value[AdamWScalar.FOUND_INF] != 0.0:
         return
     beta1, beta2 = value[AdamWScalar.BETA1], value[AdamWScalar.BETA2]
+    correction1, correction2 = value[AdamWScalar.BIAS_CORRECTION1], value[AdamWScalar.BIAS_CORRECTION2]
     for run in runs:
-        for done in range(0, run.length, _ADAMW_CHUNK):
-            length = min(_ADAMW_CHUNK, run.length - done)
+        for done in range(0, run.length, _CHUNK):
+            length = min(_CHUNK, run.length - done)
             flat = slice(run.flat + done, run.flat + done + length)
             state = slice(run.state + done, run.state + done + length)
             p, m, v = param[flat if low_precision is None else state], exp_avg[state], exp_avg_sq[state]
             g = grad[flat].float() * value[AdamWScalar.GRAD_MULTIPLIER]
-            m.mul_(beta1).add_(g, alpha=1.0 - beta1)
+            m.lerp_(g, 1.0 - beta1)
             v.mul_(beta2).addcmul_(g, g, value=1.0 - beta2)
-            update = v.sqrt().div_(math.sqrt(value[AdamWScalar.BIAS_CORRECTION2])).add_(value[AdamWScalar.EPS])
-            torch.div(m, update, out=update).div_(value[AdamWScalar.BIAS_CORRECTION1])
+            update = v.sqrt().mul_(correction1 / math.sqrt(correction2)).add_(correction1 * value[AdamWScalar.EPS])
+            torch.div(m, update, out=update)
             if run.decays:
                 update.add_(p, alpha=value[AdamWScalar.WEIGHT_DECAY])
             p.sub_(update, alpha=value[AdamWScalar.LR])
@@ -313,5 +315,5 @@ def adamw_step_(
 @torch.no_grad()
 def sum_of_squares(grad: Tensor) -> Tensor:
     """Σ grad², a 0-dimensional fp32 tensor. Added per chunk and then over chunks, so that long shards lose nothing."""
-    parts = [chunk.float().square().sum() for chunk in grad.reshape(-1).split(_ADAMW_CHUNK)]
-    return torch.stack(parts).sum()
+    chunks = (chunk.float() for chunk in grad.reshape(-1).split(_DOT_CHUNK))
+    return torch.stack([chunk.dot(chunk) for chunk in chunks]).sum()
