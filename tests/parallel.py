@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import io
 import multiprocessing
 import os
 import queue
+import signal
 import socket
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from trimegatron.launch import children_of
 
 
 def free_port() -> int:
@@ -56,6 +62,8 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
             try:
                 rank, result, error = results.get(timeout=timeout)
             except queue.Empty:
+                for process in ranks:
+                    print_stacks(process.pid)
                 raise AssertionError(f"of {world_size} ranks only {sorted(answers)} answered in {timeout} s") from None
             assert error is None, f"rank {rank}:\n{error}"
             answers[rank] = torch.load(io.BytesIO(result), weights_only=True)
@@ -66,10 +74,19 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
             process.kill()
 
 
+def print_stacks(pid: int | None) -> None:
+    """Have a rank and its data workers print where they are, to their standard error."""
+    for process in (pid, *children_of(pid)) if pid is not None else ():
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            os.kill(process, signal.SIGQUIT)
+            time.sleep(0.5)  # one after the other
+
+
 def _one_rank(
     rank: int, world_size: int, port: int, function: Callable[..., Any], args: tuple[Any, ...], results: Any
 ) -> None:
     os.environ |= rank_environment(rank, world_size, port)
+    faulthandler.register(signal.SIGQUIT, file=2)
     try:
         # As bytes: a tensor in a queue is shared memory, which goes with the process that made it.
         result = io.BytesIO()
