@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import io
 import multiprocessing
 import os
@@ -87,6 +88,7 @@ def _one_rank(
 ) -> None:
     os.environ |= rank_environment(rank, world_size, port)
     faulthandler.register(signal.SIGQUIT, file=2)
+    gc.freeze()  # what the tests before left for collection, whose threads are not in this process
     try:
         # As bytes: a tensor in a queue is shared memory, which goes with the process that made it.
         result = io.BytesIO()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 from collections.abc import Generator, Sequence
 from typing import Any, NamedTuple
@@ -91,7 +92,9 @@ def _unchanged(batch: Any) -> Any:
     return batch  # __getitems__ read the whole micro-batch
 
 
-def _ignore_signals(_: int) -> None:
+def _start_worker(_: int) -> None:
+    # What the trainer left for collection, its process groups too, is not this process's to end.
+    gc.freeze()
     # A scheduler signals every process of the job; the trainer still needs its batches until it has saved and stopped.
     for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2"):
         if hasattr(signal, name):
@@ -124,7 +127,7 @@ def build_loader(
         batch_sampler=sampler,
         num_workers=num_workers,
         collate_fn=_unchanged,
-        worker_init_fn=_ignore_signals,
+        worker_init_fn=_start_worker,
     )
     return _until_the_end(loader, dataset.name, sampler, boundaries, pin_memory)
 
