@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from tests.parallel import free_port
-from tests.runs import read_metrics, tiny_flags, train_tiny, write_corpus
-from trimegatron.checkpoint.storage import read_whole
+from tests.runs import read_metrics, tensors_of, tiny_flags, train_tiny, write_corpus
 from trimegatron.launch import children_of
 
 ROOT = Path(__file__).parent.parent
@@ -122,7 +121,7 @@ def test_torchrun_restarts(corpus: Path, tmp_path: Path):
     assert run.said.count("trimegatron train: error: rank 0, iteration 6, ") == 1
     assert "going on at iteration 4" in run.said
     train_tiny(corpus, world_size=2, metrics=tmp_path / "s.jsonl", save=tmp_path / "s", **flags)
-    mine, theirs = (dict(read_whole(tmp_path / name / "iter_0000008", "")) for name in "cs")
+    mine, theirs = (tensors_of(tmp_path / name / "iter_0000008") for name in "cs")
     assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
     assert [line["iteration"] for line in read_metrics(tmp_path / "c" / "metrics.jsonl")] == list(range(1, 9))
 
