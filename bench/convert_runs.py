@@ -14,12 +14,12 @@ import torch
 from trimegatron.bench.measure import Figures, peak_memory
 from trimegatron.config import Config, DataConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrainingConfig
 from trimegatron.convert.from_megatron import read_megatron
-from trimegatron.convert.lazy import CHUNK_BYTES, LazyTensor
 from trimegatron.convert.megatron_files import is_megatron
 from trimegatron.convert.source import MASTER, MODEL, MOMENTS, Source, new_state, read_checkpoint
 from trimegatron.convert.to_hf import write_hf
 from trimegatron.convert.to_megatron import write_megatron
 from trimegatron.convert.to_ours import write_checkpoint
+from trimegatron.lazy import CHUNK_BYTES, LazyTensor
 from trimegatron.model.build import global_shapes
 from trimegatron.tokenizer import NullTokenizer
 

@@ -18,9 +18,9 @@ from trimegatron.bench.models import BETAS, CLIP, EPSILON, LR, WEIGHT_DECAY, ada
 from trimegatron.config.flags import parse
 from trimegatron.config.options import Options, option
 from trimegatron.convert.gpt2 import to_gpt2
-from trimegatron.convert.lazy import in_memory
 from trimegatron.data_parallel.buffer import ParameterBuffer
 from trimegatron.errors import UserError
+from trimegatron.lazy import in_memory
 from trimegatron.model.gpt import GPTStage
 from trimegatron.model.init import initialize
 from trimegatron.model.spec import GPTSpec

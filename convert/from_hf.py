@@ -11,14 +11,14 @@ from typing import Any
 import torch
 
 from trimegatron.convert.gpt2 import config_from_gpt2, from_gpt2
-from trimegatron.convert.lazy import LazyTensor, assemble, in_memory
 from trimegatron.convert.proof import Proof, prove
-from trimegatron.convert.safetensors_file import read_safetensors
 from trimegatron.convert.source import MODEL, Source, new_state
 from trimegatron.convert.to_ours import write_checkpoint
 from trimegatron.convert.torch_file import is_zip, read_torch_file
 from trimegatron.convert.vocabulary import VocabularyConfig, find_tokenizer
 from trimegatron.errors import CheckpointError, ConfigError
+from trimegatron.lazy import LazyTensor, assemble, in_memory
+from trimegatron.safetensors_file import read_safetensors
 
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 """In the order in which transformers prefers them."""
@@ -84,7 +84,7 @@ def safe_join(folder: Path, name: str) -> Path:
 def read_file(path: Path) -> dict[str, LazyTensor]:
     """The tensors of one file. A pickle can ask for tensors only, of either of torch.save's formats."""
     if path.suffix == ".safetensors":
-        return read_safetensors(path)
+        return read_safetensors(path).tensors
     if is_zip(path):
         content = read_torch_file(path)
     else:

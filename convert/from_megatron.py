@@ -12,7 +12,6 @@ from typing import Any
 from trimegatron.checkpoint.checkpoint import Progress
 from trimegatron.checkpoint.directory import TOKENIZER
 from trimegatron.config import Config
-from trimegatron.convert.lazy import LazyTensor, assemble, is_equal
 from trimegatron.convert.ledger import check_shapes, match
 from trimegatron.convert.megatron_args import config_from_args
 from trimegatron.convert.megatron_files import MegatronFiles, RankFile, read_megatron_files
@@ -21,6 +20,7 @@ from trimegatron.convert.megatron_optimizer import OptimizerState, read_optimize
 from trimegatron.convert.source import MODEL, LocalParameter, Source, new_state, parameters_of
 from trimegatron.convert.vocabulary import VocabularyConfig, find_tokenizer
 from trimegatron.errors import CheckpointError, ConfigError
+from trimegatron.lazy import LazyTensor, assemble, is_equal
 from trimegatron.mesh import Axis
 from trimegatron.model.build import global_shapes
 from trimegatron.tensor_parallel.embedding import padded_vocab_size

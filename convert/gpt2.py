@@ -14,9 +14,9 @@ import torch
 from einops import rearrange
 
 from trimegatron.config import Config, DataConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrainingConfig
-from trimegatron.convert.lazy import LazyTensor, is_equal, rearranged
 from trimegatron.convert.ledger import check_shapes, match
 from trimegatron.errors import CheckpointError, ConfigError
+from trimegatron.lazy import LazyTensor, is_equal, rearranged
 from trimegatron.model.build import global_shapes
 
 TOP = {

@@ -12,8 +12,8 @@ from typing import Any
 
 from einops import rearrange
 
-from trimegatron.convert.lazy import LazyTensor, rearranged
 from trimegatron.errors import CheckpointError
+from trimegatron.lazy import LazyTensor, rearranged
 
 WORDS = "embedding.word_embeddings.weight"
 HEADS = ("word_embeddings_for_head.weight", "output_layer.weight")

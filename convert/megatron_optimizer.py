@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from trimegatron.convert.lazy import LazyTensor, cast
 from trimegatron.convert.megatron_files import RankFile
 from trimegatron.convert.source import MASTER, LocalParameter
 from trimegatron.errors import CheckpointError
+from trimegatron.lazy import LazyTensor, cast
 
 MOMENTS = {"exp_avg": "optimizer.exp_avg", "exp_avg_sq": "optimizer.exp_avg_sq"}
 

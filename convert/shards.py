@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 
 from trimegatron.config.options import fail
-from trimegatron.convert.lazy import LazyTensor
+from trimegatron.lazy import LazyTensor
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 

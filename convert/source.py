@@ -16,12 +16,11 @@ import torch
 from trimegatron.checkpoint.checkpoint import CheckpointState, Progress, software_versions
 from trimegatron.checkpoint.contents import saved_config
 from trimegatron.checkpoint.directory import TOKENIZER, checkpoint_folder, damage_in, require_checkpoint
-from trimegatron.checkpoint.storage import check_coverage, stored_pieces
+from trimegatron.checkpoint.stored import stored_pieces, whole_tensor
 from trimegatron.config import Config
-from trimegatron.convert.lazy import LazyTensor, assemble
 from trimegatron.convert.ledger import check_shapes, match
-from trimegatron.convert.safetensors_file import read_safetensors
 from trimegatron.errors import CheckpointError
+from trimegatron.lazy import LazyTensor
 from trimegatron.mesh import Axis
 from trimegatron.model.build import global_shapes, model_spec
 from trimegatron.model.gpt import GPTStage
@@ -117,16 +116,12 @@ def read_checkpoint(root: Path, ckpt_step: int | None = None) -> Source:
     shapes = global_shapes(config)
     kinds: dict[str, dict[str, LazyTensor]] = {}
     foreign = []
-    files = {path: read_safetensors(path) for path in sorted(folder.glob("shard-*.safetensors"))}
     for name, pieces in stored_pieces(folder).items():
         kind = next((kind for kind in (MODEL, MASTER, *MOMENTS) if name.startswith(f"{kind}.")), None)
         if kind is None:
             foreign.append(name)
             continue
-        shape = check_coverage(folder, name, pieces)
-        lazies = [(piece.offsets, files[piece.file][name]) for piece in pieces]
-        whole = lazies[0][1] if len(lazies) == 1 else assemble(shape, lazies)
-        kinds.setdefault(kind, {})[name.removeprefix(f"{kind}.")] = whole
+        kinds.setdefault(kind, {})[name.removeprefix(f"{kind}.")] = whole_tensor(folder, name, pieces)
     if foreign or MODEL not in kinds:
         raise CheckpointError(f"{folder} holds {', '.join(foreign) or 'no weights'}; it is not a checkpoint of a model")
     tensors = {}

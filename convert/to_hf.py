@@ -10,13 +10,13 @@ import torch
 
 from trimegatron.convert.card import model_card
 from trimegatron.convert.gpt2 import gpt2_config, to_gpt2
-from trimegatron.convert.lazy import LazyTensor, cast
 from trimegatron.convert.output import Progress, check_free, whole_folder
 from trimegatron.convert.proof import Proof, prove
-from trimegatron.convert.safetensors_file import write_safetensors
 from trimegatron.convert.shards import shards_of
 from trimegatron.convert.source import Source, read_checkpoint
 from trimegatron.convert.torch_file import save_torch_file
+from trimegatron.lazy import LazyTensor, cast
+from trimegatron.safetensors_file import write_safetensors
 
 FORMATS = {"safetensors": ("model", ".safetensors"), "bin": ("pytorch_model", ".bin")}
 """Option → stem and ending of the files, as transformers looks for them."""

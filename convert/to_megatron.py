@@ -19,7 +19,6 @@ from trimegatron.checkpoint.directory import TOKENIZER, TRACKER, checkpoint_fold
 from trimegatron.config import Config
 from trimegatron.config.options import fail
 from trimegatron.convert.from_megatron import layers_of_chunk, read_megatron
-from trimegatron.convert.lazy import LazyTensor, cut
 from trimegatron.convert.megatron_args import args_from_config
 from trimegatron.convert.megatron_files import RELEASE
 from trimegatron.convert.megatron_names import WORDS, megatron_name
@@ -27,6 +26,7 @@ from trimegatron.convert.output import Progress, whole_folder
 from trimegatron.convert.source import MASTER, MODEL, MOMENTS, LocalParameter, Source, parameters_of
 from trimegatron.convert.to_ours import check_same
 from trimegatron.convert.torch_file import save_torch_file
+from trimegatron.lazy import LazyTensor, cut
 from trimegatron.mesh import Axis
 from trimegatron.tensor_parallel.embedding import padded_vocab_size
 

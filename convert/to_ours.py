@@ -16,13 +16,13 @@ from trimegatron.checkpoint.directory import (
     publish,
     temporary_folder,
 )
-from trimegatron.checkpoint.storage import SHARDING_KEY
-from trimegatron.convert.lazy import LazyTensor, is_equal
+from trimegatron.checkpoint.stored import SHARDING_KEY
 from trimegatron.convert.output import Progress, whole_folder
-from trimegatron.convert.safetensors_file import write_safetensors
 from trimegatron.convert.shards import shards_of
 from trimegatron.convert.source import Source, read_checkpoint
 from trimegatron.errors import CheckpointError
+from trimegatron.lazy import LazyTensor, is_equal
+from trimegatron.safetensors_file import write_safetensors
 
 SHARD_BYTES = 2 << 30
 """Files of about this size, so that ranks share the work of reading them."""

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from trimegatron.convert.lazy import LazyTensor, Rows, in_file
 from trimegatron.errors import CheckpointError
 from trimegatron.files import sync_file
+from trimegatron.lazy import LazyTensor, Rows, in_file
 
 STORAGES = {
     "DoubleStorage": torch.float64,

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from tests.parallel import free_port, run_ranks
 from trimegatron import train
+from trimegatron.checkpoint.stored import stored_pieces, whole_tensor
 from trimegatron.data.indexed_writer import IndexedDatasetWriter
 
 VOCAB_SIZE = 211  # a prime: no tensor-parallel size divides it
@@ -85,6 +87,12 @@ def train_tiny(prefix: Path, *, world_size: int = 1, metrics: Path, **changes: A
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The lines of a metrics file; none where no step was left to do."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def tensors_of(folder: Path, prefix: str = "") -> dict[str, torch.Tensor]:
+    """The global tensors of a checkpoint whose names start with ``prefix``."""
+    stored = {name: pieces for name, pieces in stored_pieces(folder).items() if name.startswith(prefix)}
+    return {name: whole_tensor(folder, name, pieces).load() for name, pieces in stored.items()}
 
 
 def train_each(

@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from tests.parallel import free_port
-from tests.runs import read_metrics, tiny_flags, train_tiny, write_corpus
-from trimegatron.checkpoint.storage import read_whole
+from tests.runs import read_metrics, tensors_of, tiny_flags, train_tiny, write_corpus
 from trimegatron.launch import children_of
 
 ROOT = Path(__file__).parent.parent
@@ -68,10 +67,18 @@ def saved_at(folder: Path) -> int:
     return int((folder / "latest_checkpointed_iteration.txt").read_text())
 
 
+def rank_of(pid: int) -> str | None:
+    variables = Path(f"/proc/{pid}/environ").read_text().split("\0")
+    return dict(variable.split("=", 1) for variable in variables if variable).get("RANK")
+
+
 def test_signals_to_the_launcher(corpus: Path, tmp_path: Path):
-    """`trimegatron train` passes a signal on, and the workers' code back; bare torchrun its SIGTERM, but no code."""
+    """`trimegatron train` passes a signal on, and the workers' code back, and names a rank that is killed, and its
+    signal; bare torchrun passes its SIGTERM on, but no code back."""
+    ours = ("trimegatron", "train", "--nproc-per-node", "2")
     commands = {
-        "ours": ("trimegatron", "train", "--nproc-per-node", "2"),
+        "ours": ours,
+        "killed": ours,
         "theirs": (*TORCHRUN, str(free_port()), "-m", "trimegatron.train"),
     }
     runs = {
@@ -85,6 +92,13 @@ def test_signals_to_the_launcher(corpus: Path, tmp_path: Path):
     for name, number in (("ours", signal.SIGUSR1), ("theirs", signal.SIGTERM)):
         runs[name].wait_for(" iteration        3/")
         runs[name].process.send_signal(number)
+    killed = runs.pop("killed")
+    killed.wait_for(" iteration        3/")
+    (victim,) = (pid for pid in children_of(killed.process.pid) if rank_of(pid) == "1")
+    os.kill(victim, signal.SIGKILL)
+    assert killed.end() == 128 + signal.SIGKILL, killed.said
+    assert "error: rank 1 was ended by SIGKILL" in killed.said and "Traceback" not in killed.said
+    assert killed.said.count(": rank 1 is gone: ") == killed.said.count("error: rank 0, iteration ") == 1
     assert runs["ours"].end() == 143, runs["ours"].said
     assert runs["theirs"].end() not in (0, 143), runs["theirs"].said
     for name, run in runs.items():
@@ -122,7 +136,7 @@ def test_torchrun_restarts(corpus: Path, tmp_path: Path):
     assert run.said.count("trimegatron train: error: rank 0, iteration 6, ") == 1
     assert "going on at iteration 4" in run.said
     train_tiny(corpus, world_size=2, metrics=tmp_path / "s.jsonl", save=tmp_path / "s", **flags)
-    mine, theirs = (dict(read_whole(tmp_path / name / "iter_0000008", "")) for name in "cs")
+    mine, theirs = (tensors_of(tmp_path / name / "iter_0000008") for name in "cs")
     assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
     assert [line["iteration"] for line in read_metrics(tmp_path / "c" / "metrics.jsonl")] == list(range(1, 9))
 

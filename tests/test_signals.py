@@ -14,10 +14,9 @@ import pytest
 import torch
 
 from tests.parallel import free_port, run_ranks
-from tests.runs import read_metrics, tiny_flags, train_tiny
+from tests.runs import read_metrics, tensors_of, tiny_flags, train_tiny
 from trimegatron import stopping, train
 from trimegatron.checkpoint import saver
-from trimegatron.checkpoint.storage import read_whole
 from trimegatron.feed import Feed
 from trimegatron.launch import children_of
 from trimegatron.mesh import Mesh
@@ -106,7 +105,7 @@ def test_all_ranks_stop_at_the_same_step(corpus: Path, tmp_path: Path, capfd: py
     train_tiny(corpus, world_size=2, metrics=straight / "metrics.jsonl", save=straight, **COMMON)
     resumed = tmp_path / "twice"
     train_tiny(corpus, world_size=2, metrics=resumed / "metrics.jsonl", save=resumed, load=resumed, **COMMON)
-    mine, theirs = (dict(read_whole(folder / "iter_0000012", "")) for folder in (resumed, straight))
+    mine, theirs = (tensors_of(folder / "iter_0000012") for folder in (resumed, straight))
     assert mine.keys() == theirs.keys()
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in mine.items())
     losses = [[line["lm_loss"] for line in read_metrics(folder / "metrics.jsonl")] for folder in (resumed, straight)]

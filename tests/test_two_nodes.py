@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -22,11 +23,15 @@ from trimegatron.checkpoint.compare import differences
 from trimegatron.checkpoint.contents import faults
 from trimegatron.checkpoint.directory import checkpoint_folder, find_checkpoint
 from trimegatron.checkpoint.resume_check import kill_tree
+from trimegatron.launch import children_of
 
 pytestmark = pytest.mark.long
 
 STEPS = 60
+SAYS = "trimegatron train: error: "
 CABLE = "cable"
+PREFIX = "trimegatron-"
+"""Of a node's name; behind it stands the process that made it."""
 
 
 def run(*words: object) -> None:
@@ -95,7 +100,9 @@ class Run:
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
     if os.geteuid() != 0 or shutil.which("ip") is None:
         pytest.skip("network namespaces need root and the ip command")
-    names = [f"trimegatron-{os.getpid()}-{node}" for node in (0, 1)]
+    for name in left_behind():
+        remove(name)
+    names = [f"{PREFIX}{os.getpid()}-{node}" for node in (0, 1)]
     for folder in ("shared", "disk", "disk0", "disk1"):
         (tmp_path / folder).mkdir()
     nodes = Cluster(tmp_path / "shared", tmp_path / "disk", names)
@@ -109,15 +116,33 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
                 run("ip", "-n", name, "addr", "add", f"10.211.0.{node + 1}/24", "dev", CABLE)
                 for link in ("lo", CABLE):
                     run("ip", "-n", name, "link", "set", link, "up")
+                # For how long a connection nobody answers on is kept: 100 s in place of 15 minutes.
+                run("ip", "netns", "exec", name, "sh", "-c", "echo 8 > /proc/sys/net/ipv4/tcp_retries2")
         except subprocess.CalledProcessError as error:
             pytest.skip(f"network namespaces cannot be made here: {error.stderr.strip()}")
         write_corpus(nodes.shared / "text")
         yield nodes
     finally:
-        for process in nodes.started:
-            kill_tree(process)
         for name in names:
-            subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+            remove(name)
+        for process in nodes.started:
+            process.wait()
+
+
+def left_behind() -> list[str]:
+    """Nodes of a test that was killed, and could not clear up."""
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout.splitlines()
+    names = [line.split()[0] for line in listed if line.startswith(PREFIX)]
+    return [name for name in names if not Path("/proc", name.split("-")[1]).exists()]
+
+
+def remove(name: str) -> None:
+    """End a node and all that runs on it, whoever its parent is by now."""
+    pids = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True).stdout.split()
+    for pid in map(int, pids):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    subprocess.run(["ip", "netns", "delete", name], capture_output=True)
 
 
 def flags_of(cluster: Cluster, name: str, **changes: object) -> list[str]:
@@ -164,16 +189,31 @@ def test_a_node_dies_and_comes_back(cluster: Cluster):
 
 
 def test_the_cable_is_cut(cluster: Cluster):
-    """Both ends stop within the time given, and say what they waited for; what was saved is whole, and goes on."""
+    """The ranks of both ends stop within the time given and say what they missed, the launchers when the system gives
+    their connection up; what was saved is whole."""
     flags = flags_of(cluster, "cut", train_iters=5000, distributed_timeout_minutes=1)
     runs = [cluster.start(node, "cut", *flags) for node in (0, 1)]
     wait_for_iteration(cluster.shared / "cut", 5)
     cluster.cut_the_cable()
     started = time.monotonic()
-    codes = [each.ends(240) for each in runs]
-    print(f"ended {time.monotonic() - started:.0f} s after the cut")
-    for each in runs:
-        print(each.log.read_text()[-3000:])
+    while any(children_of(each.process.pid) for each in runs):
+        assert time.monotonic() - started < 60 + 15, [each.log.read_text()[-3000:] for each in runs]
+        time.sleep(0.1)
+    print(f"the ranks ended {time.monotonic() - started:.0f} s after the cut")
+    codes = [each.ends(180) for each in runs]
+    print(f"the launchers ended {time.monotonic() - started:.0f} s after the cut")
     assert all(codes)
+    causes = sorted(line for each in runs for line in each.log.read_text().splitlines() if line.startswith(SAYS))
+    assert len(causes) == 2, causes
+    assert causes[0].startswith(f"{SAYS}rank 0, iteration ") and "rank 1 is gone: killed, or its machine" in causes[0]
+    assert causes[1].startswith(f"{SAYS}rank 1, iteration ") and "has not answered for 54 s" in causes[1]
     found = find_checkpoint(cluster.shared / "cut")
     assert found is not None and list(faults(found)) == []
+
+
+def test_a_disk_that_one_node_sees(cluster: Cluster):
+    """It is refused before anything starts: each node would keep but a part of every checkpoint."""
+    runs = [cluster.start(node, "apart", *flags_of(cluster, "apart", save=cluster.disk / "c")) for node in (0, 1)]
+    assert all(each.ends(120) for each in runs)
+    causes = [line for each in runs for line in each.log.read_text().splitlines() if line.startswith(SAYS)]
+    assert len(causes) == 1 and f"--save ({cluster.disk / 'c'}) must be one folder for all ranks" in causes[0], causes

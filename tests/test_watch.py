@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ def boom(flags: list[str]) -> int:
 
     def fail(self: ParameterBuffer) -> None:
         if os.environ["RANK"] == "1":
-            raise ValueError("boom")
+            raise RuntimeError("boom")  # as a broken collective is; but nobody is gone
         finish(self)
 
     ParameterBuffer.finish = fail  # type: ignore
@@ -40,31 +41,65 @@ def test_an_exception(corpus: Path, capfd: pytest.CaptureFixture):
     assert time.monotonic() - started < 30
     err = capfd.readouterr().err
     assert err.count("Traceback") == 1 and err.count("trimegatron train: error: ") == 1
-    assert "error: rank 1, iteration 1, summing gradients: ValueError: boom" in err
+    assert "error: rank 1, iteration 1, summing gradients: RuntimeError: boom" in err
 
 
-def forked(function: Callable[[int, int, list[str]], None], flags: list[str]) -> list[int | None]:
-    """The exit codes of two ranks that may not come to an end of their own."""
+def forked(function: Callable[[int, int, list[str]], None], flags: list[str], world_size: int = 2) -> list[int | None]:
+    """The exit codes of ranks that may not come to an end of their own; None of one that has not."""
     port, context = free_port(), multiprocessing.get_context("fork")
-    ranks = [context.Process(target=function, args=(rank, port, flags)) for rank in (0, 1)]
+    ranks = [context.Process(target=function, args=(rank, port, flags)) for rank in range(world_size)]
     for process in ranks:
         process.start()
+    until = time.monotonic() + 50
+    while sum(process.is_alive() for process in ranks) > (function is stopped) and time.monotonic() < until:
+        time.sleep(0.05)
+    codes = [process.exitcode for process in ranks]
     for process in ranks:
-        process.join(50)
-    return [process.exitcode for process in ranks]
+        process.kill()
+        process.join()
+    return codes
 
 
-def killed(rank: int, port: int, flags: list[str]) -> None:
-    """Rank 0, which holds the store, is killed in its first step."""
-    os.environ |= rank_environment(rank, 2, port)
-    if rank == 0:
+def killed(victim: int, world_size: int, rank: int, port: int, flags: list[str]) -> None:
+    """One rank is killed in its first step."""
+    os.environ |= rank_environment(rank, world_size, port)
+    if rank == victim:
         Trainer.train_step = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore
     sys.exit(train.main(flags))
 
 
+def test_a_rank_is_killed(corpus: Path, capfd: pytest.CaptureFixture):
+    """The others find out which, and one of them says so."""
+    started = time.monotonic()
+    flags = tiny_flags(corpus, global_batch_size=6)
+    assert forked(partial(killed, 1, 3), flags, world_size=3) == [1, -signal.SIGKILL, 1]
+    assert time.monotonic() - started < 30
+    err = capfd.readouterr().err
+    assert "Traceback" not in err and err.count("trimegatron train: error: ") == 1
+    assert ", iteration 1, " in err and ": rank 1 is gone: killed, or its machine or its network (RuntimeError: " in err
+
+
 def test_the_rank_with_the_store_is_killed(corpus: Path, capfd: pytest.CaptureFixture):
-    assert forked(killed, tiny_flags(corpus)) == [-signal.SIGKILL, 1]
-    assert "trimegatron train: error: rank 1, iteration 1, " in capfd.readouterr().err
+    assert forked(partial(killed, 0, 2), tiny_flags(corpus)) == [-signal.SIGKILL, 1]
+    err = capfd.readouterr().err
+    assert "trimegatron train: error: rank 1, iteration 1, " in err and "Traceback" not in err
+    assert ": rank 0 is gone: the connection to the store at 127.0.0.1:" in err
+
+
+def stopped(rank: int, port: int, flags: list[str]) -> None:
+    """Rank 0, which holds the store, does not run any more, as if it were cut off."""
+    os.environ |= rank_environment(rank, 2, port)
+    if rank == 0:
+        Trainer.train_step = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)  # type: ignore
+    sys.exit(train.main(flags))
+
+
+def test_the_store_does_not_answer(corpus: Path, capfd: pytest.CaptureFixture):
+    assert forked(stopped, tiny_flags(corpus, hang_timeout_in_mins=0.05)) == [None, 1]
+    err = capfd.readouterr().err
+    assert err.count("trimegatron train: error: ") == 1 and "Traceback" not in err
+    assert "error: rank 1, iteration 1, summing gradients: the store at 127.0.0.1:" in err
+    assert " has not answered for 3 s; its machine is gone, or the network to it" in err
 
 
 def take_a_nap() -> None:

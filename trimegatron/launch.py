@@ -81,12 +81,23 @@ def launch(num_processes: int, flags: list[str]) -> int:
     except ChildFailedError as error:
         codes = [failure.exitcode for failure in error.failures.values()]
         # A worker that knows what is wrong has a code of its own; one that a signal ended has minus its number.
-        code = next((code for code in codes if code > 1), error.get_first_failure()[1].exitcode)
+        rank, first = error.get_first_failure()
+        if first.exitcode < 0:
+            print(f"trimegatron train: error: rank {rank} was ended by {name_of(-first.exitcode)}", file=sys.stderr)
+        code = next((code for code in codes if code > 1), first.exitcode)
         return code if code > 0 else 128 - code
     except SignalException as error:
         print(f"trimegatron train: stopped by signal {error.sigval.name}", file=sys.stderr)
         return 128 + error.sigval
     return 0
+
+
+def name_of(number: int) -> str:
+    """``SIGKILL`` for 9; the number where Python has no name for it."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 @contextmanager

@@ -7,8 +7,6 @@ ranks, tp=2 and pp=4, rank 5 is tensor 1, data 0, pipeline 1.
 from __future__ import annotations
 
 import os
-import time
-import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -20,13 +18,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from trimegatron.errors import ConfigError
+from trimegatron.store import RunStore, StoreLostError, has_agent_store, store_of_this_start
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-FAILURE = "trimegatron/exit code and number of the first rank that failed"
-KNOWING = "trimegatron/number of ranks that know of it"
+ROLL_CALL = 5.0
+"""Seconds in which a rank that lives has heard of a failure (``watch.py``)."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class Mesh:
     """The two stages that hold the tied word table, first and last; size 1 everywhere else."""
     saving: Axis = Axis()
     """All ranks, over a group of its own: what ``--async-save`` talks through while training talks."""
-    store: dist.Store | None = None
+    store: RunStore | None = None
 
     @property
     def is_last_stage(self) -> bool:
@@ -72,7 +71,7 @@ class Mesh:
         key = f"trimegatron/decision/{question}"
         if self.is_first_rank:
             self.store.set(key, answer())
-        return self.store.get(key).decode()
+        return self.store.get(key)
 
     def gather(self, value: Any, over: Axis | None = None) -> list[Any]:
         """Each rank's ``value``, on every rank; ``over`` is ``world`` or ``saving``."""
@@ -91,43 +90,34 @@ class Mesh:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.world.group)
         return largest.item()
 
-    def report_failure(self, exit_code: int, store: dist.Store | None = None) -> tuple[bool, int]:
-        """Leave word that this rank fails.
+    def report_failure(self, exit_code: int) -> tuple[bool, int]:
+        """Leave word that this rank fails: :meth:`RunStore.report_failure`."""
+        return (True, exit_code) if self.store is None else self.store.report_failure(exit_code)
 
-        Returns:
-            Whether it is the first one, which is to say why; and the first one's exit code, with which all leave.
-        """
-        store = store or self.store
-        if store is None:
-            return True, exit_code
-        mine = f"{exit_code} {self.world.rank}"
+    def who_is_gone(self) -> str | None:
+        """After a failure: whom this rank cannot reach any more, or None where all ranks live."""
+        if self.store is None:
+            return None
         try:
-            first = store.compare_set(FAILURE, "", mine).decode()
-        except RuntimeError:  # the rank that held the store is gone, and may have been killed before it could speak
-            return True, exit_code
-        with suppress(RuntimeError):
-            store.add(KNOWING, 1)
-        return first == mine, int(first.split()[0])
+            gone = self.store.call_the_roll(ROLL_CALL)
+        except StoreLostError as lost:
+            return str(lost) if has_agent_store() else f"rank 0 is gone: {lost}"
+        ranks = ", ".join(map(str, gone[:8])) + (f" and {len(gone) - 8} more" if len(gone) > 8 else "")
+        return f"rank {ranks} is gone: killed, or its machine or its network" if gone else None
 
-    def wait_until_known(self, seconds: float = 20.0) -> None:
+    def wait_until_known(self, seconds: float = 10.0) -> None:
         """Keep the store, where this rank holds it, until the others know that the run has failed, or for ``seconds``.
 
         Under torchrun its agent holds the store, and ends the others.
         """
-        if self.store is None or not self.is_first_rank or has_agent_store():
-            return
-        until = time.monotonic() + seconds
-        while self.store.add(KNOWING, 0) < self.world.size and time.monotonic() < until:
-            time.sleep(0.01)
+        if self.store is not None and self.is_first_rank and not has_agent_store():
+            with suppress(StoreLostError):
+                self.store.call_the_roll(seconds)
 
     def without_groups(self) -> Mesh:
         """This place with no way to the others but the store. Gloo closes its connections when the last reference to a
         group goes."""
         return Mesh(self.device, Axis(self.world.size, self.world.rank), store=self.store)
-
-    def failure_code(self, store: dist.Store) -> int | None:
-        """The exit code of the first rank that has failed, or None."""
-        return int(store.get(FAILURE).split()[0]) if store.check([FAILURE]) else None
 
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -200,67 +190,24 @@ def init_mesh(
         )
     if backend is None:
         backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-    store, rank, world_size = next(dist.rendezvous("env://"))
-    store.set_timeout(timedelta(minutes=timeout_minutes))
+    timeout = timedelta(minutes=timeout_minutes)
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
     if has_agent_store():
-        store = store_of_this_start(store, rank, world_size, timeout_minutes * 60.0)
-    dist.init_process_group(
-        backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(minutes=timeout_minutes)
-    )
+        store = store_of_this_start(store, rank, world_size, timeout.total_seconds())
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     mesh = cut_mesh(
         device,
         tensor_parallel_size=tensor_parallel_size,
         pipeline_parallel_size=pipeline_parallel_size,
-        store=store,
+        store=RunStore(store, rank=rank, size=world_size, seconds=timeout.total_seconds()),
     )
     if async_save:
         mesh = replace(mesh, saving=Axis(world_size, rank, dist.new_group(backend="gloo")))
     return mesh
 
 
-def has_agent_store() -> bool:
-    """Whether torchrun's agent holds the store, not the first rank."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
-def store_of_this_start(store: dist.Store, rank: int, world_size: int, timeout: float) -> dist.Store:
-    """A part of ``store`` that holds nothing yet.
-
-    An agent's store outlives the ranks that it starts again: they would find the addresses and messages of those that
-    are gone. How often it has started them differs from node to node, so the first rank draws a name. What a rank
-    before may have left in the store is told from what one of now says by a token of each, and an answer to it.
-
-    Raises:
-        RuntimeError: some ranks did not come.
-    """
-    name = uuid.uuid4().hex
-    until = time.monotonic() + timeout
-
-    def wait() -> None:
-        if time.monotonic() > until:
-            raise RuntimeError(f"rank {rank} has waited {timeout:.0f} s for other ranks to start")
-        time.sleep(0.02)
-
-    if rank == 0:
-        answered: dict[int, bytes] = {}
-        while store.add(f"{name}/came", 0) < world_size - 1:
-            for other in range(1, world_size):
-                key = f"trimegatron/token of rank {other}"
-                if store.check([key]) and (token := store.get(key)) != answered.get(other):
-                    answered[other] = token
-                    store.set(f"{token.decode()}/name", name)
-            wait()
-    else:
-        store.set(f"trimegatron/token of rank {rank}", name)
-        while not store.check([f"{name}/name"]):
-            wait()
-        name = store.get(f"{name}/name").decode()
-        store.add(f"{name}/came", 1)
-    return dist.PrefixStore(name, store)
-
-
 def cut_mesh(
-    device: torch.device, *, tensor_parallel_size: int, pipeline_parallel_size: int, store: dist.Store | None
+    device: torch.device, *, tensor_parallel_size: int, pipeline_parallel_size: int, store: RunStore | None
 ) -> Mesh:
     """Cut the process group that this rank has joined into (pipeline, data, tensor)."""
     rank, world_size = dist.get_rank(), dist.get_world_size()

@@ -35,6 +35,8 @@ class SignalTrap:
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
         self.is_starting = True
+        self.is_over = False
+        """The run has failed: a signal changes nothing any more."""
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> SignalTrap:
@@ -53,7 +55,7 @@ class SignalTrap:
             self._before[number] = signal.signal(number, self._note)
 
     def _note(self, number: int, _: FrameType | None) -> None:
-        if self.received is not None:
+        if self.received is not None or self.is_over:
             return
         self.received = signal.Signals(number)
         if self.is_starting:

@@ -7,15 +7,14 @@ error on all within seconds, with the same message, though the others are in the
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import TypeVar
 
-import torch.distributed as dist
-
+from trimegatron.background import Task
 from trimegatron.errors import CheckpointError, ConfigError, DataError, StoppedError, UserError
 from trimegatron.mesh import Mesh
+from trimegatron.store import RunStore
 
 T = TypeVar("T")
 POLL_SECONDS = 0.2
@@ -41,35 +40,19 @@ def on_every_rank(mesh: Mesh, work: Callable[[], T], *, what: str, say: Callable
     """
     if mesh.store is None or mesh.world.size == 1:
         return work()
-    return _Vigil(mesh, mesh.store, what, say).run(_Task(work))
-
-
-class _Task(threading.Thread, Generic[T]):
-    """Work in a thread that does not keep the process alive, and what came of it."""
-
-    def __init__(self, work: Callable[[], T]) -> None:
-        super().__init__(daemon=True)
-        self.work = work
-        self.result: list[T] = []
-        self.error: BaseException | None = None
-
-    def run(self) -> None:
-        try:
-            self.result.append(self.work())
-        except BaseException as error:
-            self.error = error
+    return _Vigil(mesh, mesh.store, what, say).run(Task(work))
 
 
 class _Vigil:
     """One rank's watch over its own work and the others', through the store alone."""
 
-    def __init__(self, mesh: Mesh, store: dist.Store, what: str, say: Callable[[str], None]) -> None:
+    def __init__(self, mesh: Mesh, store: RunStore, what: str, say: Callable[[str], None]) -> None:
         self.mesh, self.store, self.what, self.say = mesh, store, what, say
         self.rank, self.size = mesh.world.rank, mesh.world.size
         self.key = f"trimegatron/together/{what}"
         self.has_left = False
 
-    def run(self, task: _Task[T]) -> T:
+    def run(self, task: Task[T]) -> T:
         task.start()
         try:
             return self._watch(task)
@@ -77,7 +60,7 @@ class _Vigil:
             self._fail(error)
             raise
 
-    def _watch(self, task: _Task[T]) -> T:
+    def _watch(self, task: Task[T]) -> T:
         is_done, started = False, time.monotonic()
         reminded = started
         while self.store.add(f"{self.key}/done", 0) < self.size:
@@ -111,7 +94,7 @@ class _Vigil:
 
     def _check_others(self) -> None:
         if not self.store.check([f"{self.key}/error"]):
-            if self.mesh.failure_code(self.store) is not None:
+            if self.store.failure_code() is not None:
                 raise RuntimeError("another rank has failed elsewhere")
             return
         kind, text = json.loads(self.store.get(f"{self.key}/error"))

@@ -19,7 +19,7 @@ from trimegatron.activity import Activity
 from trimegatron.checkpoint.checkpoint import Progress, load_checkpoint
 from trimegatron.checkpoint.directory import checkpoints
 from trimegatron.checkpoint.resume import choose_checkpoint, is_save_folder, resume_schedule
-from trimegatron.checkpoint.saver import Saver
+from trimegatron.checkpoint.saver import Saver, check_is_shared
 from trimegatron.config import Config, ExplainedConfig, read_train_args
 from trimegatron.data.build import Datasets, build_datasets
 from trimegatron.data.record import DataRecord
@@ -36,6 +36,7 @@ from trimegatron.optim.adamw import FlatAdamW
 from trimegatron.optim.scaler import DynamicLossScaler, LossScaler
 from trimegatron.pipeline_parallel.engine import Engine
 from trimegatron.stopping import SignalTrap, Stopping
+from trimegatron.store import StoreLostError
 from trimegatron.tensor_parallel.embedding import padded_vocab_size
 from trimegatron.together import on_every_rank
 from trimegatron.tokenizer import Tokenizer, build_tokenizer
@@ -77,18 +78,14 @@ def main(argv: list[str] | None = None) -> int:
             if mesh is not None:
                 speaks, exit_code = mesh.report_failure(exit_code)
             if speaks:
-                kind = "" if isinstance(error, StoppedError) else "error: "
-                print(f"trimegatron train: {kind}{error}", file=sys.stderr, flush=True)
-        except Exception as error:  # nobody foresaw it; or a collective broke because another rank failed
+                complain(str(error), is_error=not isinstance(error, StoppedError))
+        except Exception as error:  # nobody foresaw it; or a collective broke because another rank is gone
             if mesh is None:
                 raise
+            trap.is_over = True  # the launcher of a rank that was killed ends the others
             speaks, exit_code = mesh.report_failure(1)
             if speaks:
-                traceback.print_exc()
-                where = f"rank {mesh.world.rank}, {activity}"
-                print(
-                    f"trimegatron train: error: {where}: {type(error).__name__}: {error}", file=sys.stderr, flush=True
-                )
+                complain(f"rank {mesh.world.rank}, {activity}: {cause_of(error, mesh)}")
         finally:
             close_mesh()
         if mesh is not None:
@@ -143,6 +140,8 @@ def watch(config: Config, mesh: Mesh, activity: Activity) -> Watch:
 
 def run(config: Config, mesh: Mesh, tokenizer: Tokenizer, say: Say, trap: SignalTrap, activity: Activity) -> int:
     """Build everything the configuration asks for, and train; returns the exit code."""
+    if config.checkpoint.save and not config.training.skip_train:
+        check_is_shared(Path(config.checkpoint.save), mesh)
     checkpoint = choose_checkpoint(config, mesh, say)
     trainer = build_trainer(config, mesh, tokenizer, checkpoint, say, trap=trap, activity=activity)
     trap.is_starting = False
@@ -336,6 +335,20 @@ def set_threads(device: torch.device) -> None:
     """On a CPU the ranks of a node share its cores; OMP_NUM_THREADS, which torchrun sets, has the last word."""
     if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+
+
+def cause_of(error: Exception, mesh: Mesh) -> str:
+    """Why this rank fails, behind a traceback unless it is that another one is gone: a collective's error does not say
+    who broke it off."""
+    gone = mesh.who_is_gone() if isinstance(error, RuntimeError) else None
+    if gone is None:
+        traceback.print_exc()
+        return f"{type(error).__name__}: {error}"
+    return gone if isinstance(error, StoreLostError) else f"{gone} ({type(error).__name__}: {error})"
+
+
+def complain(text: str, *, is_error: bool = True) -> None:
+    print(f"trimegatron train: {'error: ' if is_error else ''}{text}", file=sys.stderr, flush=True)
 
 
 def is_first_of_node() -> bool:

@@ -17,7 +17,8 @@ from torch import nn
 
 from trimegatron.activity import Activity
 from trimegatron.checkpoint.checkpoint import Progress
-from trimegatron.checkpoint.saver import Saver, take_snapshot
+from trimegatron.checkpoint.saver import Saver
+from trimegatron.checkpoint.snapshot import take_snapshot
 from trimegatron.config import Config
 from trimegatron.config.schedule import Schedule
 from trimegatron.data.build import Datasets

@@ -7,6 +7,7 @@ It costs a step nothing: each rank leaves word in the store now and then of wher
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import tempfile
@@ -18,13 +19,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from trimegatron.activity import Activity
 from trimegatron.mesh import Mesh
+from trimegatron.store import RunStore, StoreLostError
 
+LOOK = 1.0
+"""Seconds between two looks for failures."""
 PERIOD = 5.0
-"""Seconds between two words of a rank, and two looks for failures; shorter where the limit is."""
+"""Seconds between two words of a rank; shorter where the limit is."""
 GRACE = 10.0
 """Seconds that a rank has to end by itself when another has failed."""
 HANGING = "trimegatron/watch/ranks that saw the hang"
@@ -80,25 +82,39 @@ class Watch:
 
     def __enter__(self) -> Watch:
         if self.mesh.store is not None and self.mesh.world.size > 1:
-            # A connection of its own: a client's next question waits for the answer to the last.
-            store = self.mesh.store.clone()  # type: ignore[attr-defined]
+            store = self.mesh.store.clone(self.limit or self.mesh.store.seconds)
             threading.Thread(target=self._run, args=(store,), daemon=True, name="watch").start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._is_over.set()
 
-    def _run(self, store: dist.Store) -> None:
+    def _run(self, store: RunStore) -> None:
+        spoke_at = -math.inf
         try:
-            while not self._is_over.wait(self.period):
-                self._say(store)
+            while not self._is_over.wait(min(LOOK, self.period)):
                 self._look_for_failure(store)
+                if time.monotonic() - spoke_at >= self.period:
+                    spoke_at = time.monotonic()
+                    self._say(store)
                 if self.limit > 0 and time.monotonic() - self._moved_at > self.limit:
                     self._end_hang(store)
-        except RuntimeError:  # the store is gone, and its host with it: what waits for it breaks
-            return
+        except StoreLostError as lost:
+            self._end_without_store(lost)
 
-    def _say(self, store: dist.Store) -> None:
+    def _end_without_store(self, lost: StoreLostError) -> None:
+        """Nothing can be heard of the others any more. A closed connection means that its other end is gone: then this
+        rank may end by itself, or is ending."""
+        if lost.is_silent or not self._is_over.wait(GRACE):
+            print(
+                f"trimegatron train: error: rank {self.mesh.world.rank}, {self.activity}: {lost}; its machine is gone, "
+                "or the network to it",
+                file=sys.stderr,
+                flush=True,
+            )
+            self.end(1)
+
+    def _say(self, store: RunStore) -> None:
         """Leave word of this rank."""
         if self.activity.notes != self._seen_notes:
             self._seen_notes, self._moved_at = self.activity.notes, time.monotonic()
@@ -106,17 +122,16 @@ class Watch:
         word = Word(self.mesh.world.rank, self._seen_notes, str(self.activity), place_of(self._main), self._beat)
         store.set(_key(word.rank), json.dumps(asdict(word)))
 
-    def _look_for_failure(self, store: dist.Store) -> None:
+    def _look_for_failure(self, store: RunStore) -> None:
         """A collective of a GPU does not break when a rank leaves it: end this rank if it has not ended by itself."""
-        code = self.mesh.failure_code(store)
+        code = store.failure_code()
         if code is None:
             return
         self._failed_at = self._failed_at or time.monotonic()
         if time.monotonic() - self._failed_at > GRACE and not self._is_over.is_set():
-            self.mesh.report_failure(code, store)  # the rank that holds the store waits for this
             self.end(code)
 
-    def _end_hang(self, store: dist.Store) -> None:
+    def _end_hang(self, store: RunStore) -> None:
         """Name the ranks that are behind, once, and end this one."""
         before = self._read(store)
         for _ in range(3):  # going on to speak: the others may be here as well, reading this rank's words
@@ -125,7 +140,7 @@ class Watch:
         after = self._read(store)
         if self._is_over.is_set() or time.monotonic() - self._moved_at <= self.limit:
             return
-        self.mesh.report_failure(1, store)
+        store.report_failure(1)
         if store.add(HANGING, 1) == 1:
             print(f"trimegatron train: error: {describe_hang(before, after, self.limit)}", file=sys.stderr, flush=True)
         if self.mesh.device.type == "cuda":
@@ -133,7 +148,7 @@ class Watch:
         self._is_over.wait(self.period)  # the rank that holds the store leaves no earlier than the others have read
         self.end(1)
 
-    def _read(self, store: dist.Store) -> list[Word | None]:
+    def _read(self, store: RunStore) -> list[Word | None]:
         """Each rank's word; None of one that has left none yet."""
         keys = [_key(rank) for rank in range(self.mesh.world.size)]
         return [Word(**json.loads(store.get(key))) if store.check([key]) else None for key in keys]

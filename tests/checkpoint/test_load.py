@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from tests.parallel import run_ranks
 from tests.runs import tiny_flags, train_tiny
 from trimegatron import train
-from trimegatron.checkpoint import storage
+from trimegatron.checkpoint import storage, stored
 from trimegatron.config import parse_train_args
 
 SIZES = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
@@ -140,13 +140,14 @@ class Counted:
         return Slice()
 
 
-def counted_run(flags: list[str]) -> tuple[int, int]:
-    """Files opened, and bytes read of their tensors, on one rank."""
+def counted_run(flags: list[str]) -> tuple[tuple[int, int], int]:
+    """Headers read and files opened, and bytes read of their tensors, on one rank."""
     read: Counter = Counter()
-    real = storage.safe_open
+    real, read_header = storage.safe_open, stored.read_safetensors
     storage.safe_open = lambda path, framework: Counted(real(path, framework=framework), path, read)
+    stored.read_safetensors = lambda path: read.update(headers=1) or read_header(path)
     assert train.main(flags) == 0
-    return read["opened"], read["bytes"]
+    return (read["headers"], read["opened"]), read["bytes"]
 
 
 def test_a_rank_reads_what_it_needs(corpus: Path, tmp_path: Path):
@@ -160,7 +161,7 @@ def test_a_rank_reads_what_it_needs(corpus: Path, tmp_path: Path):
     sharded = run_ranks(2, counted_run, tiny_flags(corpus, use_distributed_optimizer=True, **common))
     assert sum(size for _, size in sharded) == total
     assert max(size for _, size in sharded) < 0.6 * total
-    assert [opened for opened, _ in sharded] == [2, 2]
+    assert [opened for opened, _ in sharded] == [(1, 1), (1, 1)]
     replicated = ("layernorm", "position_embeddings", "proj.bias", "4h_to_h.bias", "dense.bias")
     both = sum(tensor.nbytes for name, tensor in tensors.items() if any(word in name for word in replicated))
     cut = run_ranks(2, counted_run, tiny_flags(corpus, tensor_model_parallel_size=2, **common))

@@ -11,14 +11,13 @@ import torch
 from safetensors.torch import load_file
 
 from tests.parallel import run_ranks
-from tests.runs import read_metrics, tiny_flags, train_tiny
+from tests.runs import read_metrics, tensors_of, tiny_flags, train_tiny
 from trimegatron import feed, train
-from trimegatron.checkpoint.storage import read_whole
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
     """Every global tensor of a checkpoint."""
-    return dict(read_whole(folder, ""))
+    return tensors_of(folder)
 
 
 def assert_equal_checkpoints(one: Path, other: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.runs import read_metrics, train_each, write_corpus
 from trimegatron.checkpoint.compare import tensor_differences
-from trimegatron.checkpoint.storage import stored_pieces
+from trimegatron.checkpoint.stored import stored_pieces
 
 SHARDED = {"use_distributed_optimizer": True, "overlap_param_gather": True}
 COMMON = {

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +14,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from tests.runs import tiny_flags, train_each, write_corpus
-from trimegatron.checkpoint import compare, storage
+from trimegatron.checkpoint import compare
 from trimegatron.checkpoint.compare import differences
 from trimegatron.checkpoint.directory import file_hash
+from trimegatron.checkpoint.stored import whole_tensor
 from trimegatron.cli import main
+from trimegatron.lazy import LazyTensor
 
 TABLE = "model.embedding.word_embeddings.weight"
 
@@ -133,8 +137,13 @@ def test_diff_of_other_runs(saved: Path, capsys: pytest.CaptureFixture):
 def test_one_block_is_read_at_a_time(saved: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(compare, "BLOCK", 1000)
     sizes = []
-    read = storage.read_rows
-    monkeypatch.setattr(compare, "read_rows", lambda *a: sizes.append((block := read(*a)).numel()) or block)
+
+    def noting_sizes(*args: Any) -> LazyTensor:
+        tensor = whole_tensor(*args)
+        rows = tensor.open()
+        return replace(tensor, open=lambda: lambda *block: sizes.append((read := rows(*block)).numel()) or read)
+
+    monkeypatch.setattr(compare, "whole_tensor", noting_sizes)
     folder = saved / "sharded" / "iter_0000004"
     assert list(differences(folder, folder)) == []
     assert max(sizes) <= 1000

@@ -11,14 +11,14 @@ import torch
 
 from trimegatron.checkpoint.checkpoint import Progress
 from trimegatron.checkpoint.directory import TOKENIZER, checkpoint_folder, flush_files, publish, temporary_folder
-from trimegatron.checkpoint.storage import SHARDING_KEY
+from trimegatron.checkpoint.stored import SHARDING_KEY
 from trimegatron.config import Config, DataConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrainingConfig
 from trimegatron.convert.from_megatron import layers_of_chunk
-from trimegatron.convert.lazy import cut, in_memory
-from trimegatron.convert.safetensors_file import write_safetensors
 from trimegatron.convert.source import MASTER, MODEL, MOMENTS, Source, new_state, parameters_of
+from trimegatron.lazy import cut, in_memory
 from trimegatron.mesh import Axis
 from trimegatron.model.build import global_shapes
+from trimegatron.safetensors_file import write_safetensors
 from trimegatron.tokenizer import NullTokenizer
 
 VOCAB_SIZE = 1003

@@ -9,12 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from trimegatron import lazy
 from trimegatron.checkpoint.directory import file_hash
-from trimegatron.convert import lazy
-from trimegatron.convert.lazy import assemble, cast, cut, in_memory, is_equal, rearranged
-from trimegatron.convert.safetensors_file import read_safetensors, write_safetensors
 from trimegatron.convert.shards import parse_size, shards_of
 from trimegatron.errors import CheckpointError, ConfigError
+from trimegatron.lazy import assemble, cast, cut, in_memory, is_equal, rearranged
+from trimegatron.safetensors_file import read_safetensors, write_safetensors
 
 
 @pytest.fixture(params=[1, 100, 1 << 20])
@@ -38,7 +38,7 @@ def test_files_are_the_librarys(chunk_bytes: int, tmp_path: Path):
     assert sum(written) == sum(tensor.nbytes for tensor in tensors.values())
     theirs = load_file(tmp_path / "x")
     save_file(tensors, tmp_path / "y")
-    mine = read_safetensors(tmp_path / "y")
+    mine = read_safetensors(tmp_path / "y").tensors
     assert mine.keys() == theirs.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert torch.equal(theirs[name], tensor) and torch.equal(mine[name].load(), tensor)

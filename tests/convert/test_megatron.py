@@ -17,7 +17,6 @@ import torch
 from tests.convert.models import random_source
 from trimegatron.cli import main
 from trimegatron.convert.from_megatron import layers_of_chunk, read_megatron
-from trimegatron.convert.lazy import LazyTensor
 from trimegatron.convert.proof import build_model, logits_in_a_fresh_process
 from trimegatron.convert.source import Source
 from trimegatron.convert.to_hf import write_hf
@@ -26,6 +25,7 @@ from trimegatron.convert.to_ours import check_same
 from trimegatron.convert.torch_file import Inert, read_torch_file
 from trimegatron.convert.vocabulary import VocabularyConfig
 from trimegatron.errors import CheckpointError, ConfigError
+from trimegatron.lazy import LazyTensor
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "checkpoints"
 H64 = VocabularyConfig(vocab_file=str(GOLDEN / "vocab.json"), merge_file=str(GOLDEN / "merges.txt"))

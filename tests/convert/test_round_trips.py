@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.convert.models import VOCAB_SIZE, random_source, write_layout
-from trimegatron.checkpoint.storage import read_whole
+from tests.runs import tensors_of
 from trimegatron.convert.from_hf import convert_from_hf, read_hf
 from trimegatron.convert.from_megatron import read_megatron
 from trimegatron.convert.source import read_checkpoint
@@ -24,7 +24,7 @@ LAYOUTS = list(itertools.product((1, 2, 4), (1, 2)))
 
 def tensors(root: Path, prefix: str = "") -> dict[str, torch.Tensor]:
     """Every tensor of a checkpoint of ours, read by the code that training uses."""
-    return dict(read_whole(next(root.glob("iter_*")), prefix))
+    return tensors_of(next(root.glob("iter_*")), prefix)
 
 
 def assert_same_bits(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.runs import train_each
-from trimegatron.checkpoint.storage import read_whole
+from tests.runs import tensors_of, train_each
 
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -70,7 +69,7 @@ def test_one_run_whatever_the_way(
         name: [{key: line[key] for key in (*TOLD, "num_zeros")} for line in run if "grad_norm" in line]
         for name, run in lines.items()
     }
-    tensors = {name: dict(read_whole(tmp_path / name / "iter_0000020", "")) for name in runs}
+    tensors = {name: tensors_of(tmp_path / name / "iter_0000020") for name in runs}
     for name in runs:
         first = "bf16 plain" if name.startswith("bf16") else "plain"
         assert len(curves[name]) == 20 and curves[name] == curves[first], name

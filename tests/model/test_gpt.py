@@ -10,7 +10,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from trimegatron.convert.gpt2 import to_gpt2
-from trimegatron.convert.lazy import in_memory
+from trimegatron.lazy import in_memory
 from trimegatron.model.gpt import GPTStage
 from trimegatron.model.init import ROWS_PER_BLOCK, initialize, normal_rows
 from trimegatron.model.spec import GPTSpec

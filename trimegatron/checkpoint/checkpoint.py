@@ -18,7 +18,8 @@ import torch
 
 import trimegatron
 from trimegatron.checkpoint.directory import STATE, TOKENIZER, readable
-from trimegatron.checkpoint.storage import Piece, load_pieces, stored_pieces
+from trimegatron.checkpoint.storage import Piece, load_pieces
+from trimegatron.checkpoint.stored import stored_pieces
 from trimegatron.config import Config
 from trimegatron.config.checkpoint_args import CHECKPOINT_ARGS
 from trimegatron.config.flags import spell

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 
 from trimegatron.checkpoint.checkpoint import CheckpointState
-from trimegatron.checkpoint.storage import StoredPiece, check_coverage, global_shape, read_rows, stored_pieces
+from trimegatron.checkpoint.stored import stored_pieces, whole_tensor
+from trimegatron.lazy import LazyTensor
+from trimegatron.safetensors_file import NAMES
 
 BLOCK = 1 << 22
 """Elements of each checkpoint in memory at a time."""
@@ -46,25 +48,24 @@ def tensor_differences(one: Path, other: Path) -> Iterator[str]:
         if name not in theirs or name not in mine:
             yield f"{name} is only in {one if name in mine else other}"
             continue
-        for folder, pieces in ((one, mine[name]), (other, theirs[name])):
-            check_coverage(folder, name, pieces)
-        a, b = mine[name], theirs[name]
-        if global_shape(a) != global_shape(b):
-            yield f"{name} is {list(global_shape(a))} and {list(global_shape(b))}"
-        elif a[0].dtype != b[0].dtype:
-            yield f"{name} is {a[0].dtype} and {b[0].dtype}; {distance(name, a, b) or 'the values are equal'}"
-        elif (text := distance(name, a, b)) is not None:
+        a, b = whole_tensor(one, name, mine[name]), whole_tensor(other, name, theirs[name])
+        if a.shape != b.shape:
+            yield f"{name} is {list(a.shape)} and {list(b.shape)}"
+        elif a.dtype != b.dtype:
+            yield f"{name} is {NAMES[a.dtype]} and {NAMES[b.dtype]}; {distance(a, b) or 'the values are equal'}"
+        elif (text := distance(a, b)) is not None:
             yield f"{name}: {text}"
 
 
-def distance(name: str, one: list[StoredPiece], other: list[StoredPiece]) -> str | None:
+def distance(one: LazyTensor, other: LazyTensor) -> str | None:
     """How far two tensors of one shape are apart: elements whose bits differ, and max |Δ|; None for equal bits."""
-    shape = global_shape(one)
-    rows = max(1, BLOCK // max(1, math.prod(shape[1:])))
+    shape = one.shape
+    step = max(1, BLOCK // max(1, math.prod(shape[1:])))
+    rows_of_one, rows_of_other = one.open(), other.open()
     differing, largest = 0, 0.0
-    for first in range(0, shape[0], rows):
-        block = range(first, min(first + rows, shape[0]))
-        a, b = read_rows(name, one, block), read_rows(name, other, block)
+    for first in range(0, shape[0], step):
+        block = (first, min(first + step, shape[0]))
+        a, b = rows_of_one(*block), rows_of_other(*block)
         if a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
             continue
         same = same_bits(a, b) if a.dtype == b.dtype else a.double() == b.double()

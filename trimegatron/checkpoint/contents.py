@@ -7,7 +7,7 @@ from pathlib import Path
 
 from trimegatron.checkpoint.checkpoint import CheckpointState
 from trimegatron.checkpoint.directory import MANIFEST, file_hash, manifest_files, problems_with, readable
-from trimegatron.checkpoint.storage import covers, global_shape, stored_pieces
+from trimegatron.checkpoint.stored import covers, global_shape, stored_pieces
 from trimegatron.config import Config
 from trimegatron.errors import CheckpointError
 from trimegatron.model.build import global_shapes

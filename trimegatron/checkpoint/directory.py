@@ -73,10 +73,8 @@ def publish(temporary: Path, final: Path, entries: dict[str, dict[str, Any]]) ->
 
 
 def outdated(newest: Path, num_kept: int, retain_interval: int | None) -> list[Path]:
-    """Which checkpoints before ``newest`` are not kept: all but the last ``num_kept`` finished ones, it among them, and
+    """Which checkpoints before ``newest`` are not kept: all but the last ``num_kept`` complete ones, it among them, and
     those at multiples of ``retain_interval``. What lies beyond ``newest`` is another branch of the run, and stays.
-
-    Finished, not complete: on a node with a disk of its own every folder holds but a part of its manifest's files.
     """
     last, found, missing = iteration_of(newest), [], num_kept - 1
     for folder in sorted(checkpoints(newest.parent), key=iteration_of, reverse=True):
@@ -85,7 +83,7 @@ def outdated(newest: Path, num_kept: int, retain_interval: int | None) -> list[P
             continue
         if missing == 0:
             found.append(folder)
-        elif (folder / MANIFEST).is_file():
+        elif problem_with(folder) is None:
             missing -= 1
     return found
 

@@ -6,25 +6,15 @@ has a temporary name; what was saved before is touched only when the new one is 
 
 from __future__ import annotations
 
-import dataclasses
 import shutil
 import threading
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from trimegatron.activity import Activity
-from trimegatron.checkpoint.checkpoint import (
-    CheckpointState,
-    Progress,
-    master_pieces,
-    model_pieces,
-    moment_pieces,
-    software_versions,
-)
 from trimegatron.checkpoint.directory import (
     TOKENIZER,
     change_since,
@@ -36,11 +26,11 @@ from trimegatron.checkpoint.directory import (
     remove,
     temporary_folder,
 )
-from trimegatron.checkpoint.storage import Piece, save_pieces
+from trimegatron.checkpoint.snapshot import Snapshot
+from trimegatron.checkpoint.storage import save_pieces
 from trimegatron.config import Config
-from trimegatron.errors import CheckpointError
+from trimegatron.errors import CheckpointError, ConfigError
 from trimegatron.mesh import Mesh
-from trimegatron.optim.adamw import FlatAdamW
 from trimegatron.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -50,57 +40,30 @@ SMALL_FILES = 32 * 2**20
 """Bytes allowed for what is not a tensor: the tokenizer, the state, the manifest, headers."""
 
 
-@dataclass(frozen=True)
-class Snapshot:
-    """What a checkpoint will hold of this rank, of one moment; the tensors are views until ``on_host``."""
+def check_is_shared(root: Path, mesh: Mesh) -> None:
+    """Every rank must see the folder that checkpoints go to: each writes a part of all of them.
 
-    pieces: dict[str, Piece]
-    state: CheckpointState
+    The first rank leaves a file there, of a name that no node has asked for before: a network's disk answers truly.
 
-    @property
-    def iteration(self) -> int:
-        return self.state.progress.iteration
-
-    @property
-    def num_bytes(self) -> int:
-        """What this rank will write."""
-        return sum(piece.tensor.nbytes for piece in self.pieces.values() if not piece.is_copy)
-
-    def on_host(self) -> Snapshot:
-        """A copy that training does not change: in the host's memory, without what other ranks write."""
-        pieces = {
-            name: dataclasses.replace(piece, tensor=piece.tensor.detach().to("cpu", copy=True))
-            for name, piece in self.pieces.items()
-            if not piece.is_copy
-        }
-        return Snapshot(pieces, self.state)
-
-
-def take_snapshot(
-    config: Config,
-    progress: Progress,
-    optimizer: FlatAdamW,
-    *,
-    scaler: dict[str, float],
-    data: dict[str, Any],
-    interval: dict[str, Any],
-) -> Snapshot:
-    """The run as it is now; JSON's part is a copy already."""
-    pieces = model_pieces(optimizer.buffer)
-    if not config.checkpoint.no_save_optim:
-        pieces |= moment_pieces(optimizer)
-        if optimizer.low_precision is not None:
-            pieces |= master_pieces(optimizer, "optimizer.master")
-    state = CheckpointState(
-        Progress(**asdict(progress)),
-        optimizer.step_count,
-        scaler,
-        config.to_dict(),
-        data,
-        interval,
-        software_versions(),
-    )
-    return Snapshot(pieces, state)
+    Raises:
+        ConfigError: some ranks see another folder.
+    """
+    if mesh.world.size == 1:
+        return
+    mark = f".seen-{uuid.uuid4().hex}"
+    if mesh.is_first_rank:
+        root.mkdir(parents=True, exist_ok=True)
+        (root / mark).touch()
+    seen = root / mesh.gather(mark)[0]
+    others = [rank for rank, sees in enumerate(mesh.gather(seen.exists())) if not sees]
+    if mesh.is_first_rank:
+        seen.unlink()
+    if others:
+        raise ConfigError(
+            f"--save ({root}) must be one folder for all ranks, each of which writes a part of every checkpoint; "
+            f"{len(others)} of {mesh.world.size}, the first of them rank {others[0]}, see another one than rank 0. "
+            "Give a folder of a file system that the nodes share"
+        )
 
 
 class Saver:
@@ -116,7 +79,6 @@ class Saver:
         self.axis = mesh.saving if self.is_async else mesh.world
         self.saved_at: int | None = None
         """Iteration of the newest save that has succeeded, or is being written."""
-        self.leader: int | None = None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
@@ -191,8 +153,6 @@ class Saver:
         final, temporary = (name(self.root, snapshot.iteration) for name in (checkpoint_folder, temporary_folder))
         try:
             self._note("preparing to save")
-            if self.leader is None:
-                self.leader = self._find_leader()
             self._make_room(snapshot, temporary)
             self._note("writing a checkpoint")
             shard = save_pieces(temporary, snapshot.pieces, rank=self.mesh.world.rank, group=self.axis.group)
@@ -210,17 +170,12 @@ class Saver:
                 self._remove_old(final, mine[self.mesh.world.rank])
             return answers
         except OSError as error:
-            if self._leads:  # every rank has stopped writing: the room is free for the next one
+            if self.mesh.is_first_rank:  # every rank has stopped writing: the room is free for the next one
                 shutil.rmtree(temporary, ignore_errors=True)
             raise CheckpointError(
                 f"{final} could not be saved: {error}. Earlier checkpoints are as they were; free space or mend the "
                 "folder, then resume with --load"
             ) from error
-
-    @property
-    def _leads(self) -> bool:
-        """Whether this rank does in its folder what is done once: nodes may have folders of their own."""
-        return self.leader == self.mesh.world.rank
 
     def _note(self, phase: str) -> None:
         if not self.is_async:
@@ -244,41 +199,15 @@ class Saver:
                 raise OSError(f"rank {rank}: {problem}" if len(outcomes) > 1 else problem)
         return [result for result, _ in outcomes]
 
-    def _find_leader(self) -> int:
-        """The lowest rank that sees this rank's folder.
-
-        Every rank leaves a file there. Each looks for the others' by name, lowest first: a network's disk answers
-        that truly, where a listing may be an old one.
-        """
-        rank = self.mesh.world.rank
-        name = self.mesh.gather(f".seen-{uuid.uuid4().hex}", self.axis)[0]
-
-        def leave() -> None:
-            self.root.mkdir(parents=True, exist_ok=True)
-            (self.root / f"{name}-{rank}").touch()
-
-        def look() -> int:
-            return next(other for other in range(rank + 1) if (self.root / f"{name}-{other}").exists())
-
-        self._together(leave)
-        leaders = self._together(look)
-        self._together((self.root / f"{name}-{rank}").unlink)
-        if len(set(leaders)) > 1:
-            self.say(
-                f"note: --save ({self.root}) is {len(set(leaders))} folders, on different nodes: each holds a part of "
-                "every checkpoint. Bring the parts together in one folder before you load one"
-            )
-        return leaders[rank]
-
     def _make_room(self, snapshot: Snapshot, temporary: Path) -> None:
-        """An empty temporary folder, on a disk that has room for all that its ranks will write."""
-        needs = self.mesh.gather((self.leader, snapshot.num_bytes), self.axis)
+        """An empty temporary folder, on a disk that has room for all that the ranks will write."""
+        needed = SMALL_FILES + sum(self.mesh.gather(snapshot.num_bytes, self.axis))
 
         def make_room() -> None:
-            if not self._leads:
+            if not self.mesh.is_first_rank:
                 return
+            self.root.mkdir(parents=True, exist_ok=True)
             clear_leftovers(self.root)
-            needed = SMALL_FILES + sum(num_bytes for leader, num_bytes in needs if leader == self.leader)
             free = shutil.disk_usage(self.root).free
             if free < needed:
                 raise OSError(f"it needs {needed / 1e9:.2f} GB and {self.root} has {free / 1e9:.2f} GB free")
@@ -287,8 +216,8 @@ class Saver:
         self._together(make_room)
 
     def _finish(self, snapshot: Snapshot, temporary: Path, final: Path, entries: dict[str, dict[str, Any]]) -> None:
-        """The leader writes what is no tensor, and gives the folder its name."""
-        if self._leads:
+        """The first rank writes what is no tensor, and gives the folder its name."""
+        if self.mesh.is_first_rank:
             snapshot.state.write(temporary)
             self.tokenizer.save(temporary / TOKENIZER)
             rest = [path for path in temporary.rglob("*") if path.is_file() and path.suffix != ".safetensors"]
@@ -304,7 +233,7 @@ class Saver:
 
         def remove_outdated() -> None:
             assert self.options.num_kept is not None
-            if self._leads:
+            if self.mesh.is_first_rank:
                 for folder in outdated(final, self.options.num_kept, self.options.save_retain_interval):
                     remove(folder)
 

@@ -1,14 +1,12 @@
 """Tensors of a checkpoint on disk: safetensors files, one a rank, through torch.distributed.checkpoint.
 
 This is the one file that knows that library. What it is given are pieces: rectangles of global tensors. Any set of
-pieces that covers a tensor can be read as any other, so that every layout loads every other. Each file says in its
-header where its pieces lie; it is plain safetensors, which loads without this package.
+pieces that covers a tensor can be read as any other, so that every layout loads every other.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -18,7 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
@@ -42,11 +40,9 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from trimegatron.checkpoint.stored import SHARDING_KEY, StoredPiece, check_coverage, global_shape, stored_pieces
 from trimegatron.errors import CheckpointError
 from trimegatron.files import save_tensors
-
-SHARDING_KEY = "DCP_SHARDING_INFO"
-"""Header entry where torch's reader looks for {tensor name: {"saved_offsets": [...]}}."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +57,11 @@ class Piece:
 
     @property
     def chunk(self) -> ChunkStorageMetadata:
-        return ChunkStorageMetadata(torch.Size(self.offsets), torch.Size(self.tensor.shape))
+        return chunk_of(self.offsets, self.tensor.shape)
+
+
+def chunk_of(offsets: tuple[int, ...], shape: tuple[int, ...]) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(offsets), torch.Size(shape))
 
 
 def save_pieces(folder: Path, pieces: Mapping[str, Piece], *, rank: int, group: ProcessGroup | None) -> Path:
@@ -224,7 +224,9 @@ class SafetensorsReader(HuggingFaceStorageReader):
         return Metadata(
             state_dict_metadata={
                 name: TensorStorageMetadata(
-                    TensorProperties(), torch.Size(global_shape(pieces)), [piece.chunk for piece in pieces]
+                    TensorProperties(),
+                    torch.Size(global_shape(pieces)),
+                    [chunk_of(piece.offsets, piece.shape) for piece in pieces],
                 )
                 for name, pieces in self.stored.items()
             },
@@ -248,107 +250,3 @@ class SafetensorsReader(HuggingFaceStorageReader):
         done: Future[None] = Future()
         done.set_result(None)
         return done
-
-
-@dataclass(frozen=True)
-class StoredPiece:
-    """A rectangle of a tensor as it lies in a file."""
-
-    file: Path
-    offsets: tuple[int, ...]
-    shape: tuple[int, ...]
-    dtype: str
-    """By safetensors' name: F32, BF16, …"""
-
-    @property
-    def chunk(self) -> ChunkStorageMetadata:
-        return ChunkStorageMetadata(torch.Size(self.offsets), torch.Size(self.shape))
-
-
-def stored_pieces(folder: Path) -> dict[str, list[StoredPiece]]:
-    """What lies in a checkpoint folder: for each tensor its pieces; only the headers are read.
-
-    Raises:
-        CheckpointError: a file is no safetensors file, or not one of a checkpoint.
-    """
-    stored: dict[str, list[StoredPiece]] = {}
-    for path in sorted(folder.glob("shard-*.safetensors")):
-        try:
-            with safe_open(path, framework="pt") as file:
-                where = json.loads((file.metadata() or {})[SHARDING_KEY])
-                for name in file.keys():  # noqa: SIM118  (it is no dictionary)
-                    part = file.get_slice(name)
-                    offsets = tuple(where[name]["saved_offsets"])
-                    piece = StoredPiece(path, offsets, tuple(part.get_shape()), part.get_dtype())
-                    stored.setdefault(name, []).append(piece)
-        except (SafetensorError, KeyError, ValueError) as error:
-            raise CheckpointError(f"{path} is not a tensor file of a checkpoint: {error}") from error
-    return stored
-
-
-def global_shape(pieces: list[StoredPiece]) -> tuple[int, ...]:
-    """The shape of the whole tensor that the pieces cover."""
-    return tuple(max(piece.offsets[d] + piece.shape[d] for piece in pieces) for d in range(len(pieces[0].shape)))
-
-
-def check_coverage(folder: Path, name: str, pieces: list[StoredPiece]) -> tuple[int, ...]:
-    """The global shape, where the pieces cover it, each element once.
-
-    Raises:
-        CheckpointError: they do not: a shard is missing.
-    """
-    shape = global_shape(pieces)
-    if not covers(pieces, shape):
-        raise CheckpointError(
-            f"{folder}: the pieces of {name} do not cover its shape {list(shape)}; a shard is missing"
-        )
-    return shape
-
-
-def covers(pieces: list[StoredPiece], shape: tuple[int, ...]) -> bool:
-    """Whether rectangles cover a whole tensor: they have as many elements together, and no two overlap."""
-    if global_shape(pieces) != shape or sum(math.prod(piece.shape) for piece in pieces) != math.prod(shape):
-        return False
-    in_order = sorted(pieces, key=lambda piece: piece.offsets)
-    for index, one in enumerate(in_order):
-        for other in in_order[index + 1 :]:
-            if other.offsets[0] >= one.offsets[0] + one.shape[0]:
-                break  # this one and those behind it begin below
-            if all(
-                max(a, b) < min(a + m, b + n)
-                for a, m, b, n in zip(one.offsets, one.shape, other.offsets, other.shape, strict=True)
-            ):
-                return False
-    return True
-
-
-def read_whole(folder: Path, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each global tensor whose name starts with ``prefix``, put together from its pieces, one at a time, in the
-    order of names.
-    """
-    for name, pieces in sorted(stored_pieces(folder).items()):
-        if not name.startswith(prefix):
-            continue
-        shape = check_coverage(folder, name, pieces)
-        yield name, read_rows(name, pieces, range(shape[0]))
-
-
-def read_rows(name: str, pieces: list[StoredPiece], rows: range) -> torch.Tensor:
-    """Rows of a global tensor, put together from its pieces, which cover it; nothing else is read."""
-    shape = global_shape(pieces)
-    block: torch.Tensor | None = None
-    for piece in pieces:
-        begin, end = piece.offsets[0], piece.offsets[0] + piece.shape[0]
-        first, last = max(rows.start, begin), min(rows.stop, end)
-        if first >= last:
-            continue
-        with safe_open(piece.file, framework="pt") as file:
-            part = file.get_slice(name)[first - begin : last - begin]
-        if block is None:
-            block = torch.empty((len(rows), *shape[1:]), dtype=part.dtype)
-        target = block[first - rows.start : last - rows.start]
-        for dim, (offset, length) in enumerate(zip(piece.offsets[1:], piece.shape[1:], strict=True), start=1):
-            target = target.narrow(dim, offset, length)
-        target.copy_(part)
-    assert block is not None
-    return block

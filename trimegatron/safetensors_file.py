@@ -7,21 +7,28 @@ import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from trimegatron.convert.lazy import LazyTensor, bytes_of, in_file
 from trimegatron.errors import CheckpointError
+from trimegatron.lazy import LazyTensor, bytes_of, in_file
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """What weights and moments may be stored as."""
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-def read_safetensors(path: Path) -> dict[str, LazyTensor]:
-    """The tensors of a file, by name; only its header is read now.
+class Contents(NamedTuple):
+    """What a file holds: tensors by name, and text."""
+
+    tensors: dict[str, LazyTensor]
+    metadata: dict[str, str]
+
+
+def read_safetensors(path: Path) -> Contents:
+    """A file of tensors; only its header is read now.
 
     Raises:
         CheckpointError: it is no safetensors file, is cut short, or holds something other than floats.
@@ -34,14 +41,14 @@ def read_safetensors(path: Path) -> dict[str, LazyTensor]:
             header = json.loads(file.read(length))
     except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(f"{path} is not a safetensors file that can be read: {error}") from error
-    header.pop("__metadata__", None)
+    metadata = header.pop("__metadata__", {})
     tensors = {}
     for name, entry in header.items():
         if entry["dtype"] not in DTYPES:
             raise CheckpointError(f"{path}: {name} is {entry['dtype']}; a model's tensors are {', '.join(DTYPES)}")
         start = 8 + length + entry["data_offsets"][0]
         tensors[name] = in_file(path, start, tuple(entry["shape"]), DTYPES[entry["dtype"]])
-    return tensors
+    return Contents(tensors, metadata)
 
 
 def write_safetensors(
