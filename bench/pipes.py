@@ -83,8 +83,3 @@ def busiest(instructions: Counter[str], elements: float) -> tuple[str, float]:
     counts = {"issue": instructions.total(), **instructions}
     cycles = {name: counts.get(name, 0) / lanes / elements for name, lanes in LANES.items()}
     return max(cycles.items(), key=lambda item: item[1])
-
-
-def share_of_memory_time(cycles: float, num_bytes: float, device: Device) -> float:
-    """Time of ``cycles`` of every multiprocessor over the time that ``num_bytes`` take; both are for one element."""
-    return cycles / (device.clock * device.multiprocessors) / (num_bytes / device.bandwidth)
