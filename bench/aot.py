@@ -77,8 +77,10 @@ class Code:
     loads: Counter[int] = field(default_factory=Counter)
     stores: Counter[int] = field(default_factory=Counter)
     async_loads: Counter[int] = field(default_factory=Counter)
+    whole: Counter[str] = field(default_factory=Counter)
+    """Instructions by pipe (``pipes.py``), each once."""
     loops: list[Counter[str]] = field(default_factory=list)
-    """Instructions by pipe of the loops that multiply matrices (``pipes.py``)."""
+    """The same of every innermost loop."""
     narrow_offsets: list[str] = field(default_factory=list)
     """Pointer arithmetic on [R, C] tiles with 32-bit offsets, which overflow at 2**31 elements."""
 
@@ -95,6 +97,12 @@ class Code:
     def occupancy(self) -> float:
         """Share of a multiprocessor's warps that can be there at a time."""
         return self.programs * self.num_warps / MULTIPROCESSORS[self.arch].warps
+
+    @property
+    def tile_instructions(self) -> Counter[str]:
+        """Instructions by pipe that a thread needs for one tile: those of the loops over tiles, or of a kernel that has
+        none."""
+        return sum(self.loops, Counter()) if self.loops else self.whole
 
     @property
     def loaded_bytes(self) -> int:
@@ -196,7 +204,7 @@ def measure(launch: Launch, arch: int) -> Code:
     code = Code(
         arch, config.num_warps, config.num_stages, registers, stack + local, static_shared + compiled.metadata.shared
     )
-    code.loops = pipes.loops(sass)
+    code.whole, code.loops = pipes.whole(sass), pipes.loops(sass)
     code.narrow_offsets = _NARROW_OFFSET.findall(compiled.asm["ttir"])
     counters = {"LDG": code.loads, "STG": code.stores, "LDGSTS": code.async_loads}
     for opcode in opcodes:

@@ -1,8 +1,9 @@
 """``trimegatron bench kernels``: what the kernels move and use, as compiled for a GPU that need not be here.
 
 Counts bytes against the least an op must move, reads registers, spills, occupancy and access widths out of the compiled
-code, and measures the host's side of a launch with a stub in place of the driver. It measures no kernel's time:
-``python -m trimegatron.bench.device_check`` does, on a GPU.
+code, holds the least time of its instructions against that of its bytes (``pipes.py``), and measures the host's side of
+a launch with a stub in place of the driver. It measures no kernel's time: ``python -m trimegatron.bench.device_check``
+does, on a GPU.
 """
 
 from __future__ import annotations
@@ -23,24 +24,27 @@ import torch
 from trimegatron.bench.measure import versions
 from trimegatron.errors import ConfigError
 
-_COLUMNS = "{:<28}{:>26}{:>10}{:>7}{:>6}{:>7}{:>7}{:>10}  {}"
+_COLUMNS = "{:<37}{:>26}{:>10}{:>7}{:>6}{:>7}{:>7}{:>10}{:>17}  {}"
 
 
 def compiled(rows: int, hidden: int, dtype: torch.dtype, arch: int) -> list[dict[str, Any]]:
     """Of each op at this shape: bytes, and what the code of its first kernel uses."""
-    from trimegatron.bench import aot, kernel_cases
-    from trimegatron.bench.traffic import moved_bytes
+    from trimegatron.bench import aot, kernel_cases, pipes
+    from trimegatron.bench.traffic import limits, moved_bytes
 
     found = []
     for case in kernel_cases.cases(rows, hidden, dtype, "meta"):
         inputs = case.inputs()
         launches = aot.record(functools.partial(case.kernel, *inputs))
         code = aot.measure(launches[0], arch)
+        devices = pipes.DEVICES.items() if arch == 90 else ()
+        bounds = {name: limits(launches[0], code, device) for name, device in devices}
         found.append(
             {
                 "op": case.name, "shape": case.shape, "floor_bytes": case.floor, "moved_bytes": moved_bytes(launches),
                 "kernels": len(launches), "registers": code.registers, "spill_bytes": code.spill_bytes,
                 "occupancy": code.occupancy, "bytes_in_flight": code.bytes_in_flight, "code": str(code),
+                "busy": {name: (bound.pipe, bound.share) for name, bound in bounds.items()},
             }
         )  # fmt: skip
     return found
@@ -97,14 +101,18 @@ def _launch_cost(kernel: Any) -> dict[str, float]:
 
 
 def _print(found: list[dict[str, Any]]) -> None:
-    print(_COLUMNS.format("op", "shape", "MB", "/floor", "regs", "spill", "occ %", "in flight", "accesses (bits)"))
+    print(
+        _COLUMNS.format(
+            "op", "shape", "MB", "/floor", "regs", "spill", "occ %", "in flight", "busy on H200", "accesses (bits)"
+        )
+    )
     for row in found:
         print(
             _COLUMNS.format(
                 row["op"], row["shape"], f"{row['moved_bytes'] / 1e6:.1f}",
                 f"{row['moved_bytes'] / row['floor_bytes']:.3f}", row["registers"], row["spill_bytes"],
                 f"{100 * row['occupancy']:.0f}", f"{row['bytes_in_flight'] >> 10} KB",
-                row["code"].partition("shared, ")[2],
+                "{} {:.2f}".format(*row["busy"]["H200"]) if row["busy"] else "-", row["code"].partition("shared, ")[2],
             )
         )  # fmt: skip
 

@@ -140,19 +140,19 @@ def _loss_and_gradient_kernel(
     here = row < rows
     first = tl.cast(row, tl.int64) * V
     dloss = tl.load(upstream + row, mask=here, other=0.0)
-    valid = tl.where(word == ignore_index, 0, num_valid)
+    ignored = word == ignore_index
     at = 0  # is ``start``, but what follows from it is not carried through the stages of the loads
     for start in tl.range(0, V if V % GROUP == 0 else V + GROUP, COLUMNS, num_stages=STAGES):
         offset, _, mask = row_tile(start, here, first, V, GROUP, COLUMNS)
         value = tl.load(logits + offset, mask=mask, other=0.0).to(tl.float32)
         offset, column, mask = row_tile(at, here, first, V, GROUP, COLUMNS)
-        gradient = gradient_of(value, column, lse, dloss, word, valid, confidence, floor)
+        gradient = gradient_of(value, column, lse, dloss, word, num_valid, ignored, confidence, floor)
         tl.store(dlogits + offset, gradient.to(dlogits.dtype.element_ty), mask=mask)
         at += COLUMNS
     if V % GROUP != 0:
         offset, column, mask = row_ends(here, first, V, GROUP)
         value = tl.load(logits + offset, mask=mask, other=0.0).to(tl.float32)
-        gradient = gradient_of(value, column, lse, dloss, word, valid, confidence, floor)
+        gradient = gradient_of(value, column, lse, dloss, word, num_valid, ignored, confidence, floor)
         tl.store(dlogits + offset, gradient.to(dlogits.dtype.element_ty), mask=mask)
 
 
@@ -188,16 +188,16 @@ def _gradient_kernel(
         here = here & (scale != tl.load(upstream + row, mask=here, other=0.0))
     lse = tl.load(log_sum_exp + row, mask=here, other=0.0)
     word = tl.load(target + row, mask=here, other=0)
-    valid = tl.where(word == ignore_index, 0, num_valid)
+    ignored = word == ignore_index
     word -= vocab_start
     offset, column, mask = row_tile(start, here, first, V, GROUP, COLUMNS)
     value = tl.load(logits + offset, mask=mask, other=0.0).to(tl.float32)
-    gradient = gradient_of(value, column, lse, scale, word, valid, confidence, floor)
+    gradient = gradient_of(value, column, lse, scale, word, num_valid, ignored, confidence, floor)
     tl.store(out + offset, gradient.to(out.dtype.element_ty), mask=mask)
     if V % GROUP != 0:
         offset, column, mask = row_ends(here & (row * 0 + start == 0), first, V, GROUP)
         value = tl.load(logits + offset, mask=mask, other=0.0).to(tl.float32)
-        gradient = gradient_of(value, column, lse, scale, word, valid, confidence, floor)
+        gradient = gradient_of(value, column, lse, scale, word, num_valid, ignored, confidence, floor)
         tl.store(out + offset, gradient.to(out.dtype.element_ty), mask=mask)
 
 

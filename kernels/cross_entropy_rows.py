@@ -64,14 +64,16 @@ def row_statistics(
         offset, _, mask = row_tile(start, here, first, V, GROUP, COLUMNS)
         value = tl.load(logits + offset, mask=mask, other=0.0).to(tl.float32)
         _, column, mask = row_tile(at, here, first, V, GROUP, COLUMNS)
-        counted = mask & (column < num_valid)
+        counted = column < num_valid  # rows that are not here are not written
+        if V % GROUP != 0:
+            counted = counted & mask
         at += COLUMNS
         if SMOOTHED:
             plain += tl.sum(tl.reshape(tl.where(counted, value, 0.0), (ROWS, lanes, GROUP)), axis=2)
         value = tl.reshape(tl.where(counted, value, float("-inf")), (ROWS, lanes, GROUP))
         higher = tl.maximum(highest, tl.max(value, axis=2))
         level = tl.where(higher == float("-inf"), 0.0, higher)
-        weight = tl.sum(tl.exp2((value - level[:, :, None]) * _LOG2_E), axis=2)
+        weight = tl.sum(tl.exp2(value * _LOG2_E - (level * _LOG2_E)[:, :, None]), axis=2)
         total = total * tl.exp2((highest - level) * _LOG2_E) + weight
         highest = higher
     top = tl.max(highest, axis=1)
@@ -98,9 +100,12 @@ def target_logit(logits, here, first, local_target, num_valid):
 
 
 @triton.jit
-def gradient_of(value, column, log_sum_exp, dloss, local_target, num_valid, confidence, floor):
-    """dlogits [R, C] fp32 of logits [R, C]. ``num_valid`` [R] is 0 for an ignored row."""
-    probability = tl.exp2((value - log_sum_exp[:, None]) * _LOG2_E)
-    # The one-hot is subtracted in fp32, before the single rounding to the logits' dtype.
-    difference = probability - floor - tl.where(column == local_target[:, None], confidence, 0.0)
-    return tl.where(column < num_valid[:, None], difference * dloss[:, None], 0.0)
+def gradient_of(value, column, log_sum_exp, dloss, local_target, num_valid, ignored, confidence, floor):
+    """dlogits [R, C] fp32 of logits [R, C]; ``ignored`` [R] are the rows without a loss."""
+    word = tl.where((local_target >= 0) & (local_target < num_valid), local_target, -1).to(tl.int32)
+    valid = tl.where(ignored, 0, num_valid)
+    difference = tl.exp2(value * _LOG2_E - (log_sum_exp * _LOG2_E)[:, None])
+    # The one-hot is subtracted in fp32, before the single rounding to the logits' dtype. Zero is selected before the
+    # last product: behind it the selection would be made after the rounding, and cost an instruction more.
+    difference = difference - floor - tl.where(column == word[:, None], confidence, 0.0)
+    return tl.where(column < valid[:, None], difference, 0.0) * tl.where(ignored, 0.0, dloss)[:, None]

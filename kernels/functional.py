@@ -47,6 +47,7 @@ __all__ = [
     "cross_entropy",
     "flash_attention",
     "layer_norm",
+    "layer_norm_with_residual",
     "scaled_causal_softmax",
     "scaled_masked_softmax",
     "softmax_dropout",
@@ -121,6 +122,14 @@ def layer_norm(
         weight, bias: [h], of one dtype, which may differ from x's.
         zero_centred: the factor is weight + 1, so that a weight of zeros leaves the normalised value as it is.
     """
+    return layer_norm_with_residual(x, weight, bias, eps, zero_centred, impl=impl)[1]
+
+
+def layer_norm_with_residual(
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5, zero_centred: bool = False, *, impl: str = "auto"
+) -> tuple[Tensor, Tensor]:
+    """(x, y): x itself, for the residual beside the norm, and its ``layer_norm``. The gradients of the two are added
+    in the norm's backward pass, without a pass of their own."""
     _check_norm(x, weight, bias)
     return ops.LayerNorm.apply(x, weight, bias, eps, zero_centred, uses_triton(impl, x))
 
@@ -187,7 +196,7 @@ def add_layer_norm(
         norm = (eps, zero_centred)
         return ops.BiasDropoutAddLayerNorm.apply(x, None, residual, weight, bias, None, norm, 0.0, (0, 0, 0, 0))
     total = (residual + x).to(residual.dtype)
-    return total, layer_norm(total, weight, bias, eps, zero_centred, impl="reference")
+    return layer_norm_with_residual(total, weight, bias, eps, zero_centred, impl="reference")
 
 
 def bias_dropout_add_layer_norm(
@@ -228,7 +237,7 @@ def bias_dropout_add_layer_norm(
         x, x_bias, residual, p=p, seed=seed, sample_numbers=sample_numbers, site=site, layer=layer,
         position_offset=position_offset, impl="reference",
     )  # fmt: skip
-    return total, layer_norm(total, weight, bias, eps, zero_centred, impl="reference")
+    return layer_norm_with_residual(total, weight, bias, eps, zero_centred, impl="reference")
 
 
 def bias_gelu_backward_with_activation(

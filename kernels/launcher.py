@@ -63,15 +63,15 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, config: Config, **con
     """Run ``kernel`` on the device of its first tensor, whichever is current, and on that device's current stream.
     The constants are the kernel's last parameters; what is a tensor (or None), an int or a float in one
     call is that in all."""
-    first = args[0]
-    device = (first if isinstance(first, torch.Tensor) else next(a for a in args if isinstance(a, torch.Tensor))).device
-    if device.type != "cuda":  # the interpreter
+    first = args[0] if args[0] is not None else next(a for a in args if isinstance(a, torch.Tensor))
+    device = first.get_device()
+    if device < 0:  # the interpreter
         ordinary_launch(kernel, grid, args, config, constexprs)
         return
     static = _launches.get(id(kernel))
     if static is None:
         static = _launches.setdefault(id(kernel), StaticLaunch(kernel))
-    static(device.index, grid, args, config, constexprs)
+    static(device, grid, args, config, constexprs)
 
 
 def power_of_two(n: int) -> int:

@@ -314,8 +314,14 @@ def layer_norm_forward(
 
 
 def layer_norm_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, zero_centred: bool = False
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    zero_centred: bool = False,
+    dresidual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dx like x, dweight and dbias like weight."""
-    dx, _, dweight, dbias, _ = backward(dy, x, weight, mean, rstd, zero_centred)
+    """dx like x, with ``dresidual`` added to it; dweight and dbias like weight."""
+    dx, _, dweight, dbias, _ = backward(dy, x, weight, mean, rstd, zero_centred, dtotal=dresidual)
     return dx, dweight, dbias

@@ -63,10 +63,10 @@ define_op(
     ),
 )
 define_op(
-    "layer_norm_backward(Tensor dy, Tensor x, Tensor weight, Tensor mean, Tensor rstd, bool zero_centred=False)"
-    " -> (Tensor, Tensor, Tensor)",
+    "layer_norm_backward(Tensor dy, Tensor x, Tensor weight, Tensor mean, Tensor rstd, bool zero_centred=False,"
+    " Tensor? dresidual=None) -> (Tensor, Tensor, Tensor)",
     "layer_norm",
-    lambda dy, x, weight, mean, rstd, zero_centred=False: (_like(x), _like(weight), _like(weight)),
+    lambda dy, x, weight, *rest: (_like(x), _like(weight), _like(weight)),
 )
 define_op(
     "bias_gelu_forward(Tensor x, Tensor bias, str approximate) -> Tensor",
@@ -226,20 +226,25 @@ def _kernels(triton: bool) -> Any:
 
 
 class LayerNorm(torch.autograd.Function):
+    """x itself and its norm, so that what comes back along a residual is added where the norm's gradient is made."""
+
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float, zero_centred: bool, triton: bool
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         y, mean, rstd = _kernels(triton).layer_norm_forward(x, weight, bias, eps, zero_centred)
         ctx.save_for_backward(x, weight, mean, rstd)
         ctx.zero_centred, ctx.triton = zero_centred, triton
-        return y
+        ctx.set_materialize_grads(False)
+        return x, y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        dx, dweight, dbias = _kernels(ctx.triton).layer_norm_backward(dy, *ctx.saved_tensors, ctx.zero_centred)
-        return dx, dweight, dbias, None, None, None
+    def backward(ctx: Any, dresidual: Tensor | None, dy: Tensor | None) -> tuple[Tensor | None, ...]:
+        if dy is None:
+            return dresidual, None, None, None, None, None
+        gradients = _kernels(ctx.triton).layer_norm_backward(dy, *ctx.saved_tensors, ctx.zero_centred, dresidual)
+        return *gradients, None, None, None
 
 
 class BiasGelu(torch.autograd.Function):

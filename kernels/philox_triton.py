@@ -27,7 +27,8 @@ def philox4x32(c0, c1, c2, c3, k0, k1, ROUNDS: tl.constexpr):
 
 @triton.jit
 def _draws(groups, position, sample, stream, seed):
-    """The draws of counters [R, G] as [R, G, 2, 2, 2]: word (two bits, the high one first), half.
+    """The draws of counters [R, G] as [R, G, 2, 2, 2]: word (two bits, the high one first), half. Each lies in the
+    upper half of a word, so that the high one needs no shift; below it may be another.
 
     ``groups`` is int [G]; ``position``, ``sample`` (int64) and ``stream`` are [R]; ``seed`` is a scalar.
     """
@@ -43,7 +44,7 @@ def _draws(groups, position, sample, stream, seed):
         _ROUNDS,
     )
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
-    return tl.join(words & 0xFFFF, words >> 16)
+    return tl.join(words << 16, words)
 
 
 @triton.jit
@@ -54,7 +55,7 @@ def hidden_keep(
     sample = tl.load(sample_numbers + row % batch)
     groups = column_start // 8 + tl.arange(0, C // 8)
     draws = _draws(groups, row // batch + position_offset, sample, stream + tl.zeros_like(row), seed)
-    return tl.reshape(draws, (R, C)) >= tl.cast(threshold, tl.uint32)
+    return tl.reshape(draws, (R, C)) >= (tl.cast(threshold, tl.uint32) << 16)
 
 
 @triton.jit
@@ -65,7 +66,7 @@ def attention_keep(
     groups = column_start // 8 + tl.arange(0, C // 8)
     draws = _draws(groups, query + position_offset, sample, stream, seed)
     draws = tl.permute(tl.reshape(draws, (R, C // 32, 4, 4, 2)), (0, 1, 3, 2, 4))
-    return tl.reshape(draws, (R, C)) >= tl.cast(threshold, tl.uint32)
+    return tl.reshape(draws, (R, C)) >= (tl.cast(threshold, tl.uint32) << 16)
 
 
 @triton.jit

@@ -36,14 +36,22 @@ def layer_norm_forward(
 
 
 def layer_norm_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, zero_centred: bool = False
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    zero_centred: bool = False,
+    dresidual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dx, dweight, dbias."""
+    """dx, to which ``dresidual`` is added, dweight, dbias."""
     statistics = (*x.shape[:-1], 1)
     w = weight.float() + 1.0 if zero_centred else weight.float()
     dx, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
         dy.float(), x.float(), x.shape[-1:], mean.view(statistics), rstd.view(statistics), w, w, [True, True, True]
     )  # the second w stands for the bias, of which only the shape is looked at
+    if dresidual is not None:
+        dx += dresidual
     return dx.to(x.dtype), dweight.to(weight.dtype), dbias.to(weight.dtype)
 
 

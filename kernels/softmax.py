@@ -84,7 +84,7 @@ def _load_gradient(
             saved, mask, row, column, rows, heads, queries, keys, stride_b, stride_h, stride_q, scale, CAUSAL, HAS_MASK
         )
         visible = value != float("-inf")
-        weight = tl.exp2((value - highest[:, None]) * _LOG2_E) / total[:, None]
+        weight = tl.exp2((value - highest[:, None]) * _LOG2_E) * (1.0 / total)[:, None]
         keep = rows_keep(
             row, start, rows, heads, queries, sample_numbers, seed, stream, position_offset, threshold, ROWS, COLUMNS
         )
@@ -130,7 +130,7 @@ def _forward_kernel(
     weight = tl.exp2((value - top[:, None]) * _LOG2_E)
     sum_all = tl.sum(weight, axis=1)
     sum_all = tl.where(sum_all == 0.0, 1.0, sum_all)
-    weight = weight / sum_all[:, None]
+    weight = weight * (1.0 / sum_all)[:, None]
     if DROPOUT:
         keep = rows_keep(
             row, 0, rows, heads, queries, sample_numbers, seed, stream, position_offset, threshold, ROWS, COLUMNS
@@ -197,7 +197,7 @@ def _long_forward_kernel(
         value = _load_scores(
             scores, mask, row, column, rows, heads, queries, keys, stride_b, stride_h, stride_q, scale, CAUSAL, HAS_MASK
         )
-        weight = tl.exp2((value - top[:, None]) * _LOG2_E) / sum_all[:, None]
+        weight = tl.exp2((value - top[:, None]) * _LOG2_E) * (1.0 / sum_all)[:, None]
         if DROPOUT:
             keep = rows_keep(
                 row, start, rows, heads, queries, sample_numbers, seed, stream, position_offset, threshold, 1, COLUMNS

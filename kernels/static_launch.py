@@ -41,22 +41,31 @@ def _say_once(reason: str) -> None:
         _log.warning("kernels are launched through Triton's dispatch (some 10 µs more a launch): %s", reason)
 
 
-def _key_maker(kernel: Any, args: tuple[Any, ...], optional: set[int]) -> Callable[..., tuple[Any, ...]]:
-    """A function of the arguments that makes their part of the key, written out for this kernel: a loop over the
-    arguments would cost more than all the rest of a launch. ``optional`` holds the positions that may be None."""
-    parts = []
-    for index in range(len(args)):
-        name, value = f"a{index}", args[index]
+def _key_maker(
+    kernel: Any, args: tuple[Any, ...], constants: dict[str, Any], optional: set[int]
+) -> Callable[..., tuple[Any, ...]]:
+    """A function (device, warps, stages, *arguments, **constants) that makes the key, written out for this kernel: a
+    loop over the arguments would cost more than all the rest of a launch. ``optional`` holds the positions that may be
+    None.
+
+    Where every tensor starts on 16 bytes, which is one test, the key says that; else how each does.
+    """
+    parts, addresses = ["device", "warps", "stages", *constants], []
+    for index, value in enumerate(args):
+        name = f"a{index}"
         if value is None or isinstance(value, torch.Tensor):
-            kind = f"({name}.dtype, {name}.data_ptr() & 15)"
-            parts.append(f"{name} is None or {kind}" if index in optional else f"*{kind}")
+            is_none = f"{name} is None or " if index in optional else ""
+            parts.append(f"{is_none}{name}.dtype")
+            addresses.append(f"(0 if {name} is None else {name}.data_ptr())" if is_none else f"{name}.data_ptr()")
         elif isinstance(value, float):
-            parts.append(f"{name}.__class__")
+            continue
         elif kernel.params[index].do_not_specialize:
             parts.append(f"-0x80000000 <= {name} <= 0x7FFFFFFF")
         else:
             parts.append(name)
-    names = ", ".join(f"a{index}" for index in range(len(args)))
+    each = ", ".join(f"{address} & 15" for address in addresses)
+    parts.append(f"({' | '.join(addresses)}) & 15 and ({each},)")
+    names = ", ".join(("device", "warps", "stages", *(f"a{index}" for index in range(len(args))), "*", *constants))
     maker: Callable[..., tuple[Any, ...]] = eval(f"lambda {names}: ({', '.join(parts)},)")
     return maker
 
@@ -81,10 +90,9 @@ class StaticLaunch:
             with torch.cuda.device(device):
                 return self(device, grid, args, config, constants)
         try:
-            kind = self._key(*args)
+            key = self._key(device, config.num_warps, config.num_stages, *args, **constants)
         except AttributeError:  # None where so far there was a tensor
-            kind = self._learn(*args)
-        key = (device, config.num_warps, config.num_stages, *constants, *constants.values(), *kind)
+            key = self._learn(device, config.num_warps, config.num_stages, *args, **constants)
         prepared = self._prepared.get(key)
         knobs = self._knobs
         if (
@@ -100,11 +108,11 @@ class StaticLaunch:
             *args, *prepared.constants,
         )  # fmt: skip
 
-    def _learn(self, *args: Any) -> tuple[Any, ...]:
+    def _learn(self, device: int, warps: int, stages: int, *args: Any, **constants: Any) -> tuple[Any, ...]:
         """Make the function that makes keys, and the key of these arguments."""
         self._optional |= {index for index, value in enumerate(args) if value is None}
-        self._key = _key_maker(self.kernel, args, self._optional)
-        return self._key(*args)
+        self._key = _key_maker(self.kernel, args, constants, self._optional)
+        return self._key(device, warps, stages, *args, **constants)
 
     def _keep(self, key: tuple[Any, ...], compiled: Any, count: int, constants: dict[str, Any]) -> None:
         """Prepare the next launches of the kind that ``compiled`` was made for; ``count`` of its arguments are not

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trimegatron.bench import aot
+from trimegatron.bench import aot, pipes
+from trimegatron.bench.traffic import limits
 from trimegatron.kernels import (
     adamw,
     add_layer_norm,
@@ -144,5 +145,6 @@ if __name__ == "__main__":
         figures = {
             name: getattr(code, name) for name in ("occupancy", "bytes_in_flight", "loaded_bytes", "stored_bytes")
         }
+        figures["busy"] = {name: limits(launch, code, device).share for name, device in pipes.DEVICES.items()}
         tile = launch.config.rows * launch.config.columns
         print(json.dumps({"case": case, "text": str(code), "tile": tile, **figures, **vars(code)}), flush=True)

@@ -14,7 +14,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from trimegatron.bench import aot
+from trimegatron.bench import aot, pipes
+from trimegatron.bench.traffic import limits
 from trimegatron.kernels import flash_attention, flash_attention_backward, launcher
 
 KERNELS = ("forward", "queries", "keys")
@@ -64,6 +65,9 @@ if __name__ == "__main__":
             code = aot.measure(launch, architecture)
             scores = launch.config.rows * launch.config.columns / (32 * launch.config.num_warps)
             # Two loops, with and without the diagonal: the shorter one is walked once per tile of the matrix.
-            loop = min(code.loops, key=lambda counts: counts.total(), default=None)
+            products = [loop for loop in code.loops if loop["tensor"]]
+            loop = min(products, key=lambda counts: counts.total(), default=None)
             per_score = {pipe: round(n / scores, 2) for pipe, n in loop.items()} if loop else {}
-            print(json.dumps({"case": case, "text": str(code), "per_score": per_score, **vars(code)}), flush=True)
+            busy = {name: limits(launch, code, device) for name, device in pipes.DEVICES.items()} if loop else {}
+            figures = {"per_score": per_score, "busy": {name: limit._asdict() for name, limit in busy.items()}}
+            print(json.dumps({"case": case, "text": str(code), **figures, **vars(code)}), flush=True)

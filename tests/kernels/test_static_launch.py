@@ -8,6 +8,7 @@ import gc
 import logging
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -15,6 +16,7 @@ import pytest
 import torch
 import triton
 
+from trimegatron.bench.kernels import launch_cost
 from trimegatron.bench.stub_driver import STREAM, StubDriver
 from trimegatron.kernels import bias_dropout_add, static_launch
 from trimegatron.kernels.launcher import Config
@@ -82,6 +84,13 @@ def test_dispatch_is_left_out_from_the_second_launch_on(driver: StubDriver) -> N
     sys.setprofile(None)
     assert len(driver.launches) == 2 and driver.launches[1][1][0] == 4
     assert len(entered) == 5, entered
+
+
+def test_a_launch_costs_a_small_part_of_triton_s_dispatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What either adds to the compiled kernel's own launcher, in host time: some 2 µs of 14."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    cost = launch_cost()
+    assert cost["launcher"] < cost["static"] < cost["launcher"] + 0.2 * (cost["dispatch"] - cost["launcher"]), cost
 
 
 def test_constants_may_come_in_any_order(driver: StubDriver) -> None:

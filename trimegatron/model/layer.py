@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -34,30 +36,22 @@ class TransformerLayer(nn.Module):
     def forward(
         self, x: torch.Tensor, sample_numbers: torch.Tensor | None, mask: DocumentMask | None = None
     ) -> torch.Tensor:
-        y = self.self_attention(self.input_layernorm(x), sample_numbers, mask)
-        x = self.add(y, self.self_attention.output_bias, x, sample_numbers, functional.Site.ATTENTION_OUTPUT)
-        y = self.mlp(self.post_attention_layernorm(x))
-        return self.add(y, self.mlp.output_bias, x, sample_numbers, functional.Site.MLP_OUTPUT)
-
-    def add(
-        self,
-        y: torch.Tensor,
-        bias: torch.Tensor,
-        residual: torch.Tensor,
-        sample_numbers: torch.Tensor | None,
-        site: int,
-    ) -> torch.Tensor:
-        """residual + dropout(y + bias)."""
+        # As many passes are one as do not cross the border between layers: then what one pass rounds does not depend
+        # on where the layers are cut for recomputation or the pipeline.
+        dropout: dict[str, Any] = {
+            "p": self.dropout,
+            "seed": self.seed,
+            "sample_numbers": sample_numbers,
+            "layer": self.layer,
+            "position_offset": self.sequence_rank * x.shape[0],
+            "training": self.training,
+        }
+        x, normed = self.input_layernorm.with_residual(x)
+        y = self.self_attention(normed, sample_numbers, mask)
+        x, normed = self.post_attention_layernorm.of_sum(
+            y, self.self_attention.output_bias, x, site=functional.Site.ATTENTION_OUTPUT, **dropout
+        )
+        y = self.mlp(normed)
         return functional.bias_dropout_add(
-            y,
-            bias,
-            residual,
-            p=self.dropout,
-            seed=self.seed,
-            sample_numbers=sample_numbers,
-            site=site,
-            layer=self.layer,
-            position_offset=self.sequence_rank * y.shape[0],
-            training=self.training,
-            impl=self.kernels,
+            y, self.mlp.output_bias, x, site=functional.Site.MLP_OUTPUT, impl=self.kernels, **dropout
         )

@@ -27,7 +27,12 @@ class Remade(NamedTuple):
     @classmethod
     def by(cls, function: Callable[..., torch.Tensor], *sources: torch.Tensor) -> Remade:
         """What ``function``, which is pure, makes of ``sources``."""
-        return cls(function(*sources), function, tuple(source.detach() for source in sources))
+        return cls.with_recipe(function(*sources), function, *sources)
+
+    @classmethod
+    def with_recipe(cls, value: torch.Tensor, function: Callable[..., torch.Tensor], *sources: torch.Tensor) -> Remade:
+        """``value``, made otherwise, of which ``function``, which is pure, makes the same bits out of ``sources``."""
+        return cls(value, function, tuple(source.detach() for source in sources))
 
     @classmethod
     def of(cls, x: torch.Tensor | Remade) -> Remade:

@@ -12,6 +12,9 @@ import torch
 from trimegatron.bench.activations import RECOMPUTE, ActivationsConfig, kept_by_a_layer, layer_spec
 from trimegatron.kernels import functional
 from trimegatron.mesh import Axis
+from trimegatron.model.gpt import GPTStage
+from trimegatron.model.init import initialize
+from trimegatron.model.recompute import Recompute
 from trimegatron.tensor_parallel.linear import column_parallel_linear
 from trimegatron.tensor_parallel.region import Region
 from trimegatron.tensor_parallel.remade import Remade
@@ -34,6 +37,21 @@ def test_bytes(dropout: tuple[float, float], backend: str, core: int) -> None:
     spec = replace(spec, attention_backend=backend)
     norms = 2 * 2 * 4 * S * B
     assert sum(tensor.num_bytes for tensor in kept_by_a_layer(spec, S, B)) == 20 * S * B * H + norms + core
+
+
+def test_recomputing_layers_changes_no_bit() -> None:
+    """Whatever runs the layers are cut into, the same passes are one."""
+    config = ActivationsConfig(hidden_size=H, num_attention_heads=A, seq_length=S, micro_batch_size=B, kernels="triton")
+    x, found = torch.randn(4, B, H, dtype=torch.bfloat16), []
+    for recompute in (Recompute(), Recompute("full", "uniform", 2), Recompute("full", "block", 1)):
+        spec = layer_spec(config, Axis(), False, (0.1, 0.0), recompute)
+        stage = GPTStage(spec, range(2), is_first=False, is_last=False)
+        initialize(stage, spec.seed)
+        leaf = x.clone().requires_grad_()
+        stage(leaf, sample_numbers=torch.arange(B)).float().square().sum().backward()
+        found.append([leaf.grad, *(parameter.grad for parameter in stage.parameters())])
+    for gradients in zip(*found, strict=True):
+        assert all(torch.equal(gradient, gradients[0]) for gradient in gradients)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels.guards import Guards
-from tests.kernels.interpreter.compare import DTYPES, IMPLS, close, compare, layouts
+from tests.kernels.interpreter.compare import DTYPES, IMPLS, compare, layouts
 from trimegatron.kernels import functional, layer_norm, philox
 
 P = 0.3
@@ -117,7 +117,7 @@ def test_layouts(guards: Guards, layout: str) -> None:
 
 
 def test_is_the_composition(guards: Guards) -> None:
-    """The same total to the bit, the same masks, and so gradients that differ by roundings."""
+    """The same bits: what backward makes again with a norm alone is what this made."""
     arguments = inputs(4, 3, 64)
     x, x_bias, residual, weight, bias = arguments
     total, y = op("triton")(*arguments)
@@ -125,7 +125,7 @@ def test_is_the_composition(guards: Guards) -> None:
     assert x is not None and weight is not None and bias is not None
     composed = functional.bias_dropout_add(x, x_bias, residual, **mask)
     assert torch.equal(total, composed)
-    close(y, functional.layer_norm(composed, weight, bias, impl="triton").double(), 1e-6, "normalised")
+    assert torch.equal(y, functional.layer_norm(composed, weight, bias, impl="triton"))
 
 
 def test_no_dropout_in_evaluation(guards: Guards) -> None:

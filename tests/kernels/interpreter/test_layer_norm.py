@@ -34,6 +34,28 @@ def test_values_and_gradients(guards: Guards, impl: str, hidden: int) -> None:
 
 
 @pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("which", [slice(None), slice(0, 1), slice(1, 2)], ids=["both", "residual", "norm"])
+def test_with_residual(guards: Guards, impl: str, dtype: torch.dtype, which: slice) -> None:
+    """The gradients of both results are added; where one result is not used, the other's is all."""
+
+    def run(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return torch.stack(functional.layer_norm_with_residual(x, weight, bias, EPS, impl=impl)[which])
+
+    def exact(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return torch.stack((x, formula(x, weight, bias))[which])
+
+    tolerance = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
+    compare(guards, run, exact, inputs(7, 3, 40, dtype=dtype), tolerance=tolerance)
+
+
+def test_the_residual_is_x_itself() -> None:
+    x, weight, bias = torch.randn(2, 8, requires_grad=True), torch.ones(8), torch.zeros(8)
+    residual, _ = functional.layer_norm_with_residual(x, weight, bias, impl="triton")
+    assert residual.data_ptr() == x.data_ptr() and torch.equal(residual, x)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
 def test_one_column(guards: Guards, impl: str) -> None:
     """The normalised value is 0 whatever x, and so is its gradient; torch's own leaves roundings times 1/sqrt(eps)."""
     compare(guards, op(impl), formula, inputs(70, 1), tolerance=1e-5 if impl == "triton" else 1e-3)

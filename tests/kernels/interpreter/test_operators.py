@@ -25,7 +25,7 @@ def arguments() -> dict[str, tuple[Any, ...]]:
     values = torch.tensor(functional.adamw_scalars(lr=0.1, weight_decay=0.1, beta1=0.9, beta2=0.99, eps=1e-8, step=1))
     return {
         "layer_norm_forward": (x, w, w, 1e-5),
-        "layer_norm_backward": (x, x, w, rows, rows),
+        "layer_norm_backward": (x, x, w, rows, rows, False, x + 1),
         "bias_gelu_forward": (x, w, "tanh"),
         "bias_gelu_backward": (x, x, w, "none"),
         "bias_dropout_add_forward": (x, w, x, SAMPLES, 0.1, 1, 2, 3, 4),
@@ -66,7 +66,7 @@ def test_opcheck(name: str) -> None:
 
 def step(x: Tensor, w: Tensor, b: Tensor, scores: Tensor, samples: Tensor) -> Tensor:
     mask = {"p": 0.1, "seed": 1, "sample_numbers": samples, "layer": 2, "impl": "triton"}
-    y = functional.layer_norm(x, w, b, impl="triton")
+    x, y = functional.layer_norm_with_residual(x, w, b, impl="triton")
     y = functional.bias_gelu(y, b, impl="triton")
     y = functional.bias_dropout_add(y, w, x, site=functional.Site.MLP_OUTPUT, **mask)
     z = functional.attention_dropout(functional.scaled_causal_softmax(scores, 0.5, impl="triton"), **mask)
