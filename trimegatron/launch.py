@@ -123,14 +123,13 @@ def passing_signals_on() -> Iterator[None]:
 
 
 def children_of(parent: int) -> list[int]:
-    """The processes that ``parent`` has started and that have not ended, by Linux's /proc."""
+    """The processes that ``parent`` has started and that have not ended, by Linux's /proc; none elsewhere."""
     found = []
-    for entry in PROC.iterdir():
-        if entry.name.isdecimal():
-            try:
-                state, ppid = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
-            except OSError:
-                continue  # it has ended meanwhile
-            if int(ppid) == parent and state != "Z":
-                found.append(int(entry.name))
+    for entry in PROC.glob("[0-9]*"):
+        try:
+            state, ppid = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+        except OSError:
+            continue  # it has ended meanwhile
+        if int(ppid) == parent and state != "Z":
+            found.append(int(entry.name))
     return found

@@ -32,7 +32,7 @@ from trimegatron.config import Config, parse_train_args
 from trimegatron.config.flags import OptionParser, add_options, build
 from trimegatron.config.options import Options, fail, option
 from trimegatron.errors import CheckpointError, UserError
-from trimegatron.launch import take_num_processes
+from trimegatron.launch import children_of, take_num_processes
 
 TIMING = ("tokens_per_second", "iteration_ms", "peak_memory_bytes")
 """What a metrics line says of the machine, not of the run."""
@@ -224,21 +224,11 @@ def metrics_of(folder: Path) -> list[dict[str, Any]]:
 
 def kill_tree(process: subprocess.Popen[bytes]) -> None:
     """SIGKILL a launcher, before it can act, and then the ranks it has started."""
-    children = descendants(process.pid)
+    children = children_of(process.pid)
+    for child in children:
+        children += children_of(child)
     process.kill()
     for pid in children:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     process.wait()
-
-
-def descendants(pid: int) -> list[int]:
-    """Ids of the processes that a process started, and those that they did; from Linux's /proc, none elsewhere."""
-    parents: dict[int, int] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
-    found = [pid]
-    for parent in found:
-        found += [child for child, its_parent in parents.items() if its_parent == parent]
-    return found[1:]
