@@ -31,7 +31,7 @@ FOLDER = Path(__file__).parent / "tuned"
 INTERPRETER = "Triton's interpreter"
 """Where kernels run that run on no GPU."""
 DTYPES = ("bfloat16", "float16", "float32")
-_MOST = {"rows": 1 << 16, "columns": 1 << 16, "num_warps": 32}
+MOST = {"rows": 1 << 16, "columns": 1 << 16, "num_warps": 32}
 
 _log = logging.getLogger(__name__)
 
@@ -130,8 +130,8 @@ def _check_record(record: Any) -> Key:
             right, rule = 1 <= value <= 8, "from 1 to 8"
         else:
             least = op.least_columns if name == "columns" else 1
-            right = least <= value <= _MOST[name] and value & (value - 1) == 0
-            rule = f"a power of two from {least} to {_MOST[name]}"
+            right = least <= value <= MOST[name] and value & (value - 1) == 0
+            rule = f"a power of two from {least} to {MOST[name]}"
         if isinstance(value, bool) or not right:
             raise TableError(f"{name} ({value!r}) of {record['op']} must be {rule}")
     return key
