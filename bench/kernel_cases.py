@@ -137,8 +137,9 @@ def cross_entropy_cases(s: Shapes) -> Iterator[Case]:
                lambda logits, target: cross_entropy.cross_entropy_forward(logits, target, None, *words)[0],
                loss, rival, s.floor(1))  # fmt: skip
     yield Case("cross_entropy_statistics", s.label, lambda: inputs()[:2],
-               lambda *x: cross_entropy.cross_entropy_statistics(*x, 0, s.hidden, False),
-               lambda *x: reference.cross_entropy_statistics(*x, 0, s.hidden, False), None, s.floor(1))  # fmt: skip
+               lambda logits, target: cross_entropy.cross_entropy_statistics(logits, target, 0, s.hidden, False),
+               lambda logits, target: reference.cross_entropy_statistics(logits, target, 0, s.hidden, False), None,
+               s.floor(1))  # fmt: skip
     yield Case("cross_entropy_backward", s.label, with_sums,
                lambda *x: cross_entropy.cross_entropy_backward(*x, 0, *words), gradients(loss, 1), rival, s.floor(2),
                leaves=1)  # fmt: skip

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import triton
 from torch import Tensor
 
 from trimegatron.bench.device_timing import copy_rate, flush_buffer, input_sets, time_calls
@@ -59,7 +60,8 @@ def gpu_machine(device: torch.device) -> Iterator[Machine]:
     def wrong(target: Target, settings: Settings) -> str | None:
         return why_wrong(target.key, target.case, target.work.checked_at(), settings, device)
 
-    tools = Tools(partial(compiled, arch=arch), wrong, timer.seconds, properties.shared_memory_per_block_optin)
+    limit = triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"]
+    tools = Tools(partial(compiled, arch=arch), wrong, timer.seconds, limit)
     yield Machine(tools, arch, rate, header)
 
 
@@ -67,20 +69,20 @@ class _Timer:
     """Times one target after another, its inputs made once."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.flush = device, flush_buffer(device)
+        self.device, self.flush, self.stream = device, flush_buffer(device), torch.cuda.Stream(device)
         self._target: Target | None = None
         self._sets: list[list[Tensor]] = []
 
     def seconds(self, target: Target, settings: Settings) -> list[float]:
         """Of each run of the case's kernels, without the host's side where they can be captured in a graph."""
         case = target.work.case(target.case, self.device)
-        if target is not self._target:
-            self._sets = []
-            torch.cuda.empty_cache()
-            self._target, self._sets = target, input_sets(case)
-        stream = torch.cuda.Stream()
-        with forced(target.key, settings), torch.cuda.stream(stream):
-            return time_calls([partial(case.kernel, *inputs) for inputs in self._sets], self.flush, stream)["runs_s"]
+        with forced(target.key, settings), torch.cuda.stream(self.stream):
+            if target is not self._target:
+                self._sets = []
+                torch.cuda.empty_cache()
+                self._target, self._sets = target, input_sets(case)
+            calls = [partial(case.kernel, *inputs) for inputs in self._sets]
+            return time_calls(calls, self.flush, self.stream)["runs_s"]
 
 
 def driver_version(path: Path = Path("/proc/driver/nvidia/version")) -> str | None:

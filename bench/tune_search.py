@@ -134,8 +134,8 @@ def _try(target: Target, settings: Settings, default: Code, tools: Tools) -> Can
     except Exception as error:  # Triton has many ways to say so
         reason = " ".join(f"fails to compile: {type(error).__name__}: {error}".split())[:300]
         return Candidate(settings, "pruned", reason)
-    if reason := unfit(code, default, tools.shared_limit):
-        return Candidate(settings, "pruned", reason, code)
+    if unsuited := unfit(code, default, tools.shared_limit):
+        return Candidate(settings, "pruned", unsuited, code)
     return _run(target, settings, code, tools)
 
 

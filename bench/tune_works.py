@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from trimegatron.bench.kernel_cases import GROUPS
 from trimegatron.bench.tune_targets import Work
 from trimegatron.config import Config, read_train_args
 from trimegatron.config.options import fail
-from trimegatron.dry_run import assume_vocabulary
 from trimegatron.mesh import Axis
 from trimegatron.model.build import model_spec
 from trimegatron.tensor_parallel.embedding import padded_vocab_size
@@ -55,6 +56,8 @@ def of_model(flags: Sequence[str]) -> tuple[list[Work], list[str]]:
     Raises:
         ConfigError: as training's.
     """
+    from trimegatron.dry_run import assume_vocabulary  # with it comes all that a run is made of
+
     command = read_train_args([*flags, "--dry-run"], world_size=1)
     config, notes = assume_vocabulary(command.config)
     return works_of(config), notes
@@ -76,7 +79,7 @@ def works_of(config: Config) -> list[Work]:
         works += [Work("softmax_cases", heads * tokens, length, dtype)]
     elif model.attention_dropout > 0:
         works += [Work("flash_cases", length, model.kv_channels * heads, dtype, model.kv_channels)]
-    parameters = model_spec(config, tensor=Axis(), device="meta").num_parameters
+    parameters = model_spec(config, tensor=Axis(), device=torch.device("meta")).num_parameters
     share = tensor * parallel.pipeline_model_parallel_size
     share *= parallel.data_parallel_size if parallel.use_distributed_optimizer else 1
     return [*works, Work("optimizer_cases", 1, max(1, min(_MOST_PARAMETERS, parameters // share)), dtype)]

@@ -121,8 +121,11 @@ def _check_record(record: Any) -> Key:
     for name, fields in (("shape", op.shape), ("config", op.parameters)):
         values = record.get(name)
         right = isinstance(values, dict) and set(values) == set(fields)
-        right = right and all(isinstance(value, int) for value in values.values())
-        check(right, name, f"hold {', '.join(fields) or 'nothing'} as whole numbers or booleans")
+        check(
+            right and all(isinstance(value, int) for value in record[name].values()),
+            name,
+            f"hold {', '.join(fields) or 'nothing'} as whole numbers or booleans",
+        )
     key = key_of(record["op"], record["dtype"], record["shape"])
     check(dict(key[2]) == record["shape"], "shape", "hold powers of two, the ends of buckets")
     for name, value in record["config"].items():

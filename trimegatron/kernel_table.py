@@ -28,7 +28,8 @@ def use_kernel_table(config: Config, mesh: Mesh) -> list[str]:
     Raises:
         ConfigError: on every rank, if any rank's table cannot be used or ranks differ.
     """
-    choice, error, notes = tables.Choice(), "", []
+    choice, error = tables.Choice(), ""
+    notes: list[str] = []
     try:
         choice, notes = _choose(config, mesh.device)
     except tables.TableError as problem:
