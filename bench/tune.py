@@ -32,7 +32,9 @@ if TYPE_CHECKING:
 class TuneConfig(Options):
     """This command"""
 
-    op: list[str] | None = option(None, "these kernels only", derived="all", choices=tuple(TUNED_OPS), metavar="OP")
+    op: list[str] | None = option(
+        None, "these kernels only, by the names that a dry run prints", derived="all", metavar="OP"
+    )
     shape: list[str] | None = option(
         None, "rows=R,hidden=H: each op at these shapes", derived="usual ones", metavar="SHAPE"
     )
@@ -62,7 +64,8 @@ def main(argv: list[str]) -> int:
     at = argv.index("--model") if "--model" in argv else len(argv)
     mine, flags = argv[:at], argv[at + 1 :] if at < len(argv) else None
     (config,) = parse(
-        mine, TuneConfig, prog="trimegatron tune", description=(__doc__ or "").partition("\n\n")[2],
+        mine, TuneConfig, prog="trimegatron tune",
+        description=" ".join((__doc__ or "").partition("\n\n")[2].replace("``", "").split()),
         epilog="--model FLAGS, the last option, takes all that follows as training flags, and tunes what one rank of "
         "that run launches.",
     )  # fmt: skip
@@ -153,6 +156,10 @@ def tune(config: TuneConfig, flags: list[str] | None) -> int:
 
 
 def _check(config: TuneConfig, flags: list[str] | None) -> None:
+    """Raises ConfigError."""
+    for op in config.op or []:
+        if op not in TUNED_OPS:
+            fail("op", op, f"must be one of {', '.join(TUNED_OPS)}")
     if not config.dry_run and (not torch.cuda.is_available() or torch.version.hip is not None):
         raise ConfigError(
             f"trimegatron tune must have an NVIDIA GPU that torch {torch.__version__} can use; there is none. Use "

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
@@ -81,7 +82,7 @@ class _Timer:
                 self._sets = []
                 torch.cuda.empty_cache()
                 self._target, self._sets = target, input_sets(case)
-            calls = [partial(case.kernel, *inputs) for inputs in self._sets]
+            calls: list[Callable[[], Any]] = [partial(case.kernel, *inputs) for inputs in self._sets]
             return time_calls(calls, self.flush, self.stream)["runs_s"]
 
 

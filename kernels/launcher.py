@@ -23,7 +23,8 @@ def configure(op: str, heuristic: Config, x: torch.Tensor, **shape: int) -> Conf
     """The configuration of ``op`` for tensors like ``x``: of a table, or ``heuristic``. ``shape`` holds the sizes and
     variants that ``configs.py`` names for the op, in one order in all calls; all that a table may not set follows from
     it."""
-    return tables.choice_of(x.device).config(op, heuristic, x.dtype, shape)
+    choice = tables.choices.get(x.device) or tables.choice_of(x.device)
+    return choice.config(op, heuristic, x.dtype, shape) if choice.settings else heuristic
 
 
 @functools.cache

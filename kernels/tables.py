@@ -157,8 +157,6 @@ class Choice:
 
     def config(self, op: str, heuristic: Config, dtype: torch.dtype, shape: Shape) -> Config:
         """Looked up once for every op, dtype and shape."""
-        if not self.settings:
-            return heuristic
         kind = (op, dtype, *shape.values())
         config = self._configs.get(kind)
         if config is None:
@@ -178,7 +176,7 @@ class Choice:
         return [line for table in self.tables if (line := table.warning())]
 
 
-_choices: dict[torch.device, Choice] = {}
+choices: dict[torch.device, Choice] = {}
 """By device, from the first launch on it or from ``choose`` on."""
 
 
@@ -203,16 +201,16 @@ def choose(device: torch.device, user: Path | None = None, *, packaged: bool = T
         table = read_table(path)
         assert table.device == name, f"{path} is for {table.device}"
         tables.append(table)
-    _choices[device] = choice = Choice.of(*tables)
+    choices[device] = choice = Choice.of(*tables)
     return choice
 
 
 def choice_of(device: torch.device) -> Choice:
     """What ``device`` goes by. Nothing runs on the meta device, where there is no table."""
-    choice = _choices.get(device)
+    choice = choices.get(device)
     if choice is None:
         if device.type == "meta":
-            choice = _choices[device] = Choice()
+            choice = choices[device] = Choice()
         else:
             choice = choose(device)
             for line in choice.warnings():

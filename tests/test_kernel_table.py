@@ -60,7 +60,7 @@ def test_a_table_that_one_rank_cannot_use_is_one_message(corpus: Path, tmp_path:
 def notes(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     import torch
 
-    monkeypatch.setattr(tables, "_choices", {})
+    monkeypatch.setattr(tables, "choices", {})
 
     def of(**changes: Any) -> list[str]:
         config = parse_train_args(tiny_flags(corpus, **changes), world_size=1)

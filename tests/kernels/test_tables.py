@@ -21,7 +21,7 @@ SHAPE = {"hidden": 64, "total": False, "dropout": False}
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No choice is made yet, and the package's tables are in ``tmp_path / "tuned"``."""
-    monkeypatch.setattr(tables, "_choices", {})
+    monkeypatch.setattr(tables, "choices", {})
     monkeypatch.setattr(tables, "FOLDER", tmp_path / "tuned")
     (tmp_path / "tuned").mkdir()
 
