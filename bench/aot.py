@@ -143,7 +143,8 @@ def record(call: Callable[[], Any]) -> list[Launch]:
 
 
 def source(launch: Launch) -> ASTSource:
-    """With the argument types and hints the JIT would choose: tensors aligned to 16 bytes."""
+    """With the argument types and hints the JIT would choose, tensors aligned to 16 bytes: Triton's cache takes what is
+    compiled of it and what a launch compiles for the same."""
     fn = launch.kernel
     signature: dict[str, str] = {}
     constants = dict(launch.constexprs)
@@ -151,6 +152,7 @@ def source(launch: Launch) -> ASTSource:
     values = iter(launch.args)
     for index, parameter in enumerate(fn.params):
         name = parameter.name
+        hints[(index,)] = []
         if name in constants:
             signature[name] = "constexpr"
             continue
@@ -163,9 +165,12 @@ def source(launch: Launch) -> ASTSource:
             hints[(index,)] = [["tt.divisibility", 16]]
         elif isinstance(value, float):
             signature[name] = "fp32"
+            del hints[(index,)]
         else:
             signature[name] = "i32" if -(1 << 31) <= value < 1 << 31 else "i64"
-            if specialise and value % 16 == 0:
+            if not specialise:
+                del hints[(index,)]
+            elif value % 16 == 0:
                 hints[(index,)] = [["tt.divisibility", 16]]
     return ASTSource(fn, signature=signature, constexprs=constants, attrs=hints)
 

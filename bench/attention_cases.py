@@ -72,12 +72,12 @@ def softmax_cases(s: Shapes) -> Iterator[Case]:
                lambda x, _: F.dropout(x, P), 2 * elements * s.size)  # fmt: skip
 
 
-def flash_cases(s: Shapes) -> Iterator[Case]:
-    """Causal with dropout: one sample of up to 2048 tokens, up to 16 heads of 64 or 128, so that the exact result fits
-    into memory."""
+def flash_cases(s: Shapes, head_size: int | None = None) -> Iterator[Case]:
+    """Causal with dropout: one sample of up to 2048 tokens, up to 16 heads of 64 or 128 unless given, so that the exact
+    result fits into memory."""
     from trimegatron.kernels import flash_attention, flash_attention_backward
 
-    size = min(s.hidden, 64 if s.hidden <= 1024 else 128)
+    size = head_size or min(s.hidden, 64 if s.hidden <= 1024 else 128)
     shape = (1, max(1, min(16, s.hidden // size)), min(s.rows, 2048), size)
     scale = size**-0.5
     label = "×".join(map(str, shape[1:])) + f" {str(s.dtype).removeprefix('torch.')}"

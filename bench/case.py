@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trimegatron.bench.closeness import TOLERANCE, close
+
 BATCH = 16
 P, SEED, LAYER = 0.1, 1234, 3
 MASK: dict[str, Any] = {"p": P, "seed": SEED, "layer": LAYER}
@@ -51,6 +53,27 @@ def gradients(function: Callable[..., Any], leaves: int) -> Callable[..., tuple[
         return torch.autograd.grad(y, taken, incoming(y, inputs))
 
     return backward
+
+
+def _tensors(result: Any) -> list[Tensor]:
+    return [result] if isinstance(result, Tensor) else list(result)
+
+
+def check(case: Case) -> None:
+    """Raises AssertionError where the kernel's result is not the reference's. Sums over rows get more room."""
+    torch.manual_seed(1)
+    inputs = case.inputs()
+    if case.in_place:
+        ours, exact = ([x.clone() for x in inputs] for _ in range(2))
+        case.kernel(*ours)
+        case.exact(*exact)
+        pairs = list(zip(ours[: case.in_place], exact[: case.in_place], strict=True))
+    else:
+        pairs = list(zip(_tensors(case.kernel(*inputs)), _tensors(case.exact(*inputs)), strict=True))
+    rows = pairs[0][0].dim()
+    for index, (actual, expected) in enumerate(pairs):
+        room = 1 if actual.dim() == rows and not case.in_place else 8
+        close(actual, expected, room * max(TOLERANCE[actual.dtype], 1e-5), f"{case.name} {case.shape} [{index}]")
 
 
 class Shapes:

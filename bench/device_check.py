@@ -28,14 +28,11 @@ import torch
 from torch import Tensor
 
 from trimegatron.bench import kernel_cases
-from trimegatron.bench.case import Case, Shapes, incoming
-from trimegatron.bench.closeness import TOLERANCE, close
+from trimegatron.bench.case import Case, Shapes, check, incoming
+from trimegatron.bench.device_timing import copy_rate, flush_buffer, input_sets, time_calls
 from trimegatron.bench.measure import now, versions
 from trimegatron.errors import ConfigError
 
-WORKING_SET = 1 << 30  # bytes
-_FLUSH = 256 << 20
-_REPEATS = 5
 _ODD_SIZES = ((16, 3), (48, 5), (64, 1000), (48, 1001), (32, 12288))
 _SIZES = tuple((8192, hidden) for hidden in (768, 1024, 4096, 8192))
 _PARAMETERS = (100_000_000, 1_000_000_000)
@@ -64,27 +61,6 @@ class Plan:
             yield from kernel_cases.optimizer_cases(Shapes(1, count, torch.bfloat16, self.device))
 
 
-def _tensors(result: Any) -> list[Tensor]:
-    return [result] if isinstance(result, Tensor) else list(result)
-
-
-def check(case: Case) -> None:
-    """Raises AssertionError where the kernel's result is not the reference's. Sums over rows get more room."""
-    torch.manual_seed(1)
-    inputs = case.inputs()
-    if case.in_place:
-        ours, exact = ([x.clone() for x in inputs] for _ in range(2))
-        case.kernel(*ours)
-        case.exact(*exact)
-        pairs = list(zip(ours[: case.in_place], exact[: case.in_place], strict=True))
-    else:
-        pairs = list(zip(_tensors(case.kernel(*inputs)), _tensors(case.exact(*inputs)), strict=True))
-    rows = pairs[0][0].dim()
-    for index, (actual, expected) in enumerate(pairs):
-        room = 1 if actual.dim() == rows and not case.in_place else 8
-        close(actual, expected, room * max(TOLERANCE[actual.dtype], 1e-5), f"{case.name} {case.shape} [{index}]")
-
-
 def rivals(case: Case) -> dict[str, Callable[..., Any]]:
     """Name -> the forward computation."""
     if case.rival is None:
@@ -110,41 +86,6 @@ def calls(case: Case, function: Callable[..., Any], sets: list[list[Tensor]]) ->
     return made
 
 
-def _seconds(run: Callable[[], Any], flush: Tensor) -> float:
-    """The median of a few runs, each after the L2 cache has been written over."""
-    times = []
-    for _ in range(_REPEATS):
-        flush.zero_()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1e3)
-    return sorted(times)[_REPEATS // 2]
-
-
-def time_calls(made: list[Callable[[], Any]], flush: Tensor, stream: torch.cuda.Stream) -> dict[str, Any]:
-    """Seconds of a call, and of its kernels alone: one graph of all the calls, or why there is none. ``stream`` is the
-    current one, and the one on which the forward passes ran, since backward passes go back to it."""
-
-    def all_calls() -> None:
-        for call in made:
-            call()
-
-    all_calls()  # warm
-    torch.cuda.synchronize()
-    result: dict[str, Any] = {"call_s": _seconds(all_calls, flush) / len(made)}
-    graph = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.graph(graph, stream=stream):
-            all_calls()
-        result["kernel_s"] = _seconds(graph.replay, flush) / len(made)
-    except RuntimeError as error:
-        result["no_graph"] = str(error).splitlines()[0]
-    return result
-
-
 def time_case(case: Case, copy_rate: float, flush: Tensor) -> dict[str, Any]:
     """Ours and the rivals' times, and from them GB/s of the case's floor and the share of the copy rate."""
     stream = torch.cuda.Stream()
@@ -153,11 +94,8 @@ def time_case(case: Case, copy_rate: float, flush: Tensor) -> dict[str, Any]:
 
 
 def _time_case(case: Case, copy_rate: float, flush: Tensor, stream: torch.cuda.Stream) -> dict[str, Any]:
-    first = case.inputs()
-    size = sum(x.numel() * x.element_size() for x in first)
-    count = max(1, min(64, -(-WORKING_SET // max(1, size))))
-    sets = [first, *(case.inputs() for _ in range(count - 1))]
-    row: dict[str, Any] = {"op": case.name, "shape": case.shape, "floor_bytes": case.floor, "buffers": count}
+    sets = input_sets(case)
+    row: dict[str, Any] = {"op": case.name, "shape": case.shape, "floor_bytes": case.floor, "buffers": len(sets)}
     contenders: dict[str, Callable[[], list[Callable[[], Any]]]]
     contenders = {"ours": lambda: [partial(case.kernel, *inputs) for inputs in sets]}
     contenders |= {name: partial(calls, case, function, sets) for name, function in rivals(case).items()}
@@ -166,13 +104,6 @@ def _time_case(case: Case, copy_rate: float, flush: Tensor, stream: torch.cuda.S
         rate = case.floor / times.get("kernel_s", times["call_s"])
         row[name] = times | {"GB_per_s": rate / 1e9, "of_copy": rate / copy_rate}
     return row
-
-
-def copy_rate(device: torch.device, flush: Tensor) -> float:
-    """Bytes per second that a copy reads and writes."""
-    source = torch.empty(WORKING_SET // 2, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    return 2 * source.numel() / _seconds(lambda: target.copy_(source), flush)
 
 
 def _row_text(row: dict[str, Any]) -> str:
@@ -204,8 +135,8 @@ def run(plan: Plan, say: Callable[[str], None] = print) -> dict[str, Any]:
     for case in plan.checked():
         checked(case)
     say(f"{result['checked']} cases right, {len(result['failures'])} wrong")
-    flush = torch.empty(16 if plan.dry else _FLUSH, dtype=torch.uint8, device=plan.device)
     if not plan.dry:
+        flush = flush_buffer(plan.device)
         result["device"] = torch.cuda.get_device_name(plan.device)
         result["copy_GB_per_s"] = (rate := copy_rate(plan.device, flush)) / 1e9
         say(f"{result['device']}: a copy moves {rate / 1e9:.0f} GB/s; kernel (call) time and share of the copy's rate")

@@ -107,7 +107,8 @@ def add_norm_cases(s: Shapes) -> Iterator[Case]:
 
 
 def cross_entropy_cases(s: Shapes) -> Iterator[Case]:
-    """Over a vocabulary of the hidden size: the loss with its gradient in one pass, and each of them alone."""
+    """Over a vocabulary of the hidden size: the loss with its gradient in one pass, each of them alone, and what ranks
+    that share the vocabulary exchange."""
     from trimegatron.kernels import cross_entropy
 
     words = (s.hidden, -100, 1.0, 0.0)
@@ -135,6 +136,10 @@ def cross_entropy_cases(s: Shapes) -> Iterator[Case]:
     yield Case("cross_entropy_forward", s.label, lambda: inputs()[:2],
                lambda logits, target: cross_entropy.cross_entropy_forward(logits, target, None, *words)[0],
                loss, rival, s.floor(1))  # fmt: skip
+    yield Case("cross_entropy_statistics", s.label, lambda: inputs()[:2],
+               lambda logits, target: cross_entropy.cross_entropy_statistics(logits, target, 0, s.hidden, False),
+               lambda logits, target: reference.cross_entropy_statistics(logits, target, 0, s.hidden, False), None,
+               s.floor(1))  # fmt: skip
     yield Case("cross_entropy_backward", s.label, with_sums,
                lambda *x: cross_entropy.cross_entropy_backward(*x, 0, *words), gradients(loss, 1), rival, s.floor(2),
                leaves=1)  # fmt: skip
@@ -160,7 +165,8 @@ def gelu_cases(s: Shapes) -> Iterator[Case]:
 
 
 def dropout_cases(s: Shapes) -> Iterator[Case]:
-    from trimegatron.kernels import bias_dropout_add
+    """With bias and residual; and the bias gradient where nothing is dropped."""
+    from trimegatron.kernels import bias_dropout_add, column_sum
 
     words = (P, SEED, int(philox.Site.MLP_OUTPUT), LAYER, 0)
     mask = MASK | {"site": philox.Site.MLP_OUTPUT}
@@ -184,6 +190,8 @@ def dropout_cases(s: Shapes) -> Iterator[Case]:
                forward, exact, rival, s.floor(3))  # fmt: skip
     yield Case("bias_dropout_add_backward", s.label, lambda: [*inputs(), s.activations()], backward,
                gradients(exact, 2), rival, s.floor(2), leaves=2)  # fmt: skip
+    yield Case("column_sum", s.label, lambda: [s.activations()], lambda x: column_sum.column_sum(x, x.dtype),
+               lambda x: x.float().sum((0, 1)).to(x.dtype), lambda x: x.sum((0, 1)), s.floor(1))  # fmt: skip
 
 
 def optimizer_cases(s: Shapes) -> Iterator[Case]:

@@ -99,7 +99,7 @@ def adamw_step_(
     programs = tiles.shape[0]
     if programs == 0:
         return
-    config = launcher.configure("adamw", Config(1, TILE, num_warps=4))
+    config = launcher.configure("adamw", Config(1, TILE, num_warps=4), grad)
     launcher.launch(
         _adamw_kernel, (programs,), param, exp_avg, exp_avg_sq, grad, low_precision, scalars, tiles,
         config=config, HAS_LOW_PRECISION=low_precision is not None, COLUMNS=TILE, UNIT=ALIGNMENT,
@@ -114,7 +114,7 @@ def sum_of_squares(grad: Tensor) -> Tensor:
     if n == 0:
         return out
     stages = launcher.pipeline_stages(4096 * grad.element_size())
-    config = launcher.configure("sum_of_squares", Config(1, 4096, num_warps=8, num_stages=stages))
+    config = launcher.configure("sum_of_squares", Config(1, 4096, num_warps=8, num_stages=stages), grad)
     programs = min(triton.cdiv(n, config.columns), 4 * launcher.multiprocessors(grad.device))
     partials = torch.empty(programs, dtype=torch.float32, device=grad.device)
     launcher.launch(

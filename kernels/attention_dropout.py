@@ -80,7 +80,7 @@ def attention_dropout(
     _, heads, queries, keys = x.shape
     rows = x.numel() // keys
     columns = min(256, max(32, launcher.power_of_two(keys)))
-    config = launcher.configure("attention_dropout", Config(2048 // columns, columns, num_warps=4), keys=keys)
+    config = launcher.configure("attention_dropout", Config(2048 // columns, columns, num_warps=4), x, keys=keys)
     grid = (triton.cdiv(rows, config.rows) * triton.cdiv(keys, config.columns),)
     launcher.launch(
         _kernel, grid, x, out, sample_numbers, rows, heads, queries, keys,

@@ -112,7 +112,7 @@ def bias_dropout_add_forward(
         return out
     hidden = x.shape[-1]
     rows = x.numel() // hidden
-    config = tile("bias_dropout_add_forward", hidden, x.element_size())
+    config = tile("bias_dropout_add_forward", x, dropout=philox.dropout_threshold(p) > 0)
     grid = (triton.cdiv(rows, config.rows) * triton.cdiv(hidden, config.columns),)
     launcher.launch(
         _forward_kernel, grid, x, bias, residual, out, sample_numbers, rows, x.shape[1],
@@ -143,7 +143,7 @@ def bias_dropout_add_backward(
     if dout.numel() == 0:
         return dx, empty
     rows = dout.numel() // hidden
-    config = tile("bias_dropout_add_backward", hidden, dout.element_size())
+    config = tile("bias_dropout_add_backward", dout)
     grid = walkers(rows, hidden, config, dout.device)
     partials = None if bias is None else torch.empty(grid[1], hidden, dtype=torch.float32, device=dout.device)
     launcher.launch(

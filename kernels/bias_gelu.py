@@ -100,7 +100,7 @@ def bias_gelu_forward(x: Tensor, bias: Tensor, approximate: str) -> Tensor:
     if x.numel():
         hidden = x.shape[-1]
         rows = x.numel() // hidden
-        config = tile("bias_gelu_forward", hidden, x.element_size())
+        config = tile("bias_gelu_forward", x)
         grid = (triton.cdiv(rows, config.rows) * triton.cdiv(hidden, config.columns),)
         launcher.launch(
             _forward_kernel, grid, x, bias, y, rows, config=config,
@@ -118,7 +118,7 @@ def _backward(
         return dx, torch.zeros_like(bias)
     hidden = x.shape[-1]
     rows = x.numel() // hidden
-    config = tile("bias_gelu_backward", hidden, 2 * x.element_size())
+    config = tile("bias_gelu_backward", x, tensors=2)
     grid = walkers(rows, hidden, config, x.device)
     partials = torch.empty(grid[1], hidden, dtype=torch.float32, device=x.device)
     launcher.launch(

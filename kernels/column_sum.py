@@ -42,7 +42,7 @@ def sum_partials(partials: Tensor, dtype: torch.dtype) -> Tensor:
     """[count, hidden] fp32 -> [hidden] in ``dtype``."""
     count, hidden = partials.shape
     out = torch.empty(hidden, dtype=dtype, device=partials.device)
-    config = launcher.configure("sum_partials", Config(rows=16, columns=128, num_warps=4), hidden=hidden)
+    config = Config(rows=16, columns=128, num_warps=4)
     grid = (triton.cdiv(hidden, config.columns),)
     launcher.launch(
         _partials_kernel, grid, partials, out, count, config=config,
@@ -51,12 +51,14 @@ def sum_partials(partials: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def tile(op: str, hidden: int, bytes_per_row_column: int) -> Config:
-    """Tile of a kernel that walks the rows of a block of columns and sums over them. Sixteen elements a thread."""
-    columns = min(256, max(8, launcher.power_of_two(hidden)))
+def tile(op: str, x: Tensor, tensors: int = 1, **variant: bool) -> Config:
+    """Tile of a kernel that walks the rows of a block of columns of ``x`` and perhaps sums over them, where it reads
+    so many ``tensors`` like ``x``. Sixteen elements a thread."""
+    columns = min(256, max(8, launcher.power_of_two(x.shape[-1])))
     rows = 2048 // columns
-    stages = launcher.pipeline_stages(rows * columns * bytes_per_row_column)
-    return launcher.configure(op, Config(rows, columns, num_warps=4, num_stages=stages), hidden=hidden)
+    stages = launcher.pipeline_stages(rows * columns * tensors * x.element_size())
+    heuristic = Config(rows, columns, num_warps=4, num_stages=stages)
+    return launcher.configure(op, heuristic, x, hidden=x.shape[-1], **variant)
 
 
 def walkers(rows: int, hidden: int, config: Config, device: torch.device) -> tuple[int, int]:
@@ -72,7 +74,7 @@ def column_sum(x: Tensor, dtype: torch.dtype) -> Tensor:
     if x.numel() == 0:
         return torch.zeros(hidden, dtype=dtype, device=x.device)
     rows = x.numel() // hidden
-    config = tile("column_sum", hidden, x.element_size())
+    config = tile("column_sum", x)
     grid = walkers(rows, hidden, config, x.device)
     partials = torch.empty(grid[1], hidden, dtype=torch.float32, device=x.device)
     launcher.launch(

@@ -208,7 +208,7 @@ def _config(op: str, logits: Tensor, tile_bytes: int, most_stages: int, thread_b
     rows = max(1, min(32, 1024 // width))
     num_warps = max(4, width * size // (32 * thread_bytes))
     stages = launcher.pipeline_stages(rows * width * size, most_stages)
-    return launcher.configure(op, Config(rows, width, num_warps, stages), columns=columns)
+    return launcher.configure(op, Config(rows, width, num_warps, stages), logits, columns=columns)
 
 
 def _shape(logits: Tensor) -> dict[str, int]:

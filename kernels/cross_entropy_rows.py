@@ -25,10 +25,13 @@ def row_tile(start, here, first, V: tl.constexpr, GROUP: tl.constexpr, COLUMNS: 
     """Offset, column and mask [R, C] of the lanes from ``start`` on, whole groups only; rows [R] that are ``here``."""
     lane = start + tl.arange(0, COLUMNS)
     if V % GROUP == 0:
-        return first[:, None] + lane[None, :], lane[None, :], here[:, None] & (lane < V)[None, :]
-    shift, begin, end = _groups(first, V, GROUP)
-    mask = here[:, None] & (lane[None, :] >= begin[:, None]) & (lane[None, :] < end[:, None])
-    return (first // GROUP * GROUP)[:, None] + lane[None, :], lane[None, :] - shift[:, None], mask
+        offset, column = first[:, None] + lane[None, :], lane[None, :]
+        mask = here[:, None] & (lane < V)[None, :]
+    else:  # not two returns: Triton compiles what follows the first, and the columns differ in shape
+        shift, begin, end = _groups(first, V, GROUP)
+        offset, column = (first // GROUP * GROUP)[:, None] + lane[None, :], lane[None, :] - shift[:, None]
+        mask = here[:, None] & (lane[None, :] >= begin[:, None]) & (lane[None, :] < end[:, None])
+    return offset, column, mask
 
 
 @triton.jit

@@ -187,7 +187,7 @@ def empty_heads(q: Tensor, heads: int) -> Tensor:
     return torch.empty(s, b, heads, d, dtype=q.dtype, device=q.device).permute(1, 2, 0, 3)
 
 
-def _config(q: Tensor, documents: bool) -> Config:
+def _config(q: Tensor, drops: bool, documents: bool) -> Config:
     """The largest tiles that neither spill nor need more shared memory than the architecture has. All warps lie along
     the queries where there are at least as many as keys, as the dropout mask's layout wants."""
     architecture, columns = launcher.architecture(q.device), width(q.shape[-1])
@@ -197,7 +197,8 @@ def _config(q: Tensor, documents: bool) -> Config:
         heuristic = Config(128, 64, 8, 3) if architecture < 90 else Config(128, 64 if documents else 128, 8, 2)
     else:
         heuristic = Config(128, 64, 8, 2)
-    return launcher.configure("flash_attention_forward", heuristic, head_size=q.shape[-1])
+    shape = {"head_size": q.shape[-1], "dropout": drops, "documents": documents}
+    return launcher.configure("flash_attention_forward", heuristic, q, **shape)
 
 
 def flash_attention_forward(
@@ -211,7 +212,7 @@ def flash_attention_forward(
     if q.numel() == 0:
         return out, lse
     (q, k, v), unit = dense_rows(q, k, v)
-    config = _config(q, document_starts is not None)
+    config = _config(q, sample_numbers is not None, document_starts is not None)
     launcher.launch(
         _forward_kernel, (triton.cdiv(s, config.rows) * b * heads,), q, k, v, out, lse,
         None if sample_numbers is None else sample_numbers.contiguous(),

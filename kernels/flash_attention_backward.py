@@ -221,9 +221,9 @@ def _configs(q: Tensor, drops: bool, documents: bool) -> tuple[Config, Config]:
     else:
         heuristics = Config(128, 32, 8, 2), Config(64, 64, 8, 2)
     names = ("flash_attention_backward_queries", "flash_attention_backward_keys")
+    shape = {"head_size": q.shape[-1], "dropout": drops, "documents": documents}
     queries, keys = (
-        launcher.configure(name, heuristic, head_size=q.shape[-1])
-        for name, heuristic in zip(names, heuristics, strict=True)
+        launcher.configure(name, heuristic, q, **shape) for name, heuristic in zip(names, heuristics, strict=True)
     )
     return queries, keys
 

@@ -1,38 +1,30 @@
 """How kernels are launched: one place for the device guard, launch options and the choice of configurations.
 
-Nothing is tuned at run time: a configuration is a pure function of the op and its shape. The order is meant to be user
-file, packaged table for the device, heuristic; only the heuristic exists so far.
+Nothing is tuned at run time: a configuration is a pure function of op, dtype, shape and device (``tables.py``).
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 
+from trimegatron.kernels import tables
+from trimegatron.kernels.configs import Config
 from trimegatron.kernels.static_launch import StaticLaunch, ordinary_launch
 
 # Shared memory that a loop's load buffers may take: fits every architecture from sm_80 on, consumer cards included.
 _PIPELINE_BYTES = 68 << 10
 
 
-@dataclass(frozen=True)
-class Config:
-    """Tile and launch parameters of one kernel. ``rows`` × ``columns`` is the tile a program holds at a time."""
-
-    rows: int
-    columns: int
-    num_warps: int
-    num_stages: int = 1
-
-
-def configure(op: str, heuristic: Config, **shape: int) -> Config:
-    """The configuration of ``op`` at ``shape``. The tuned tables will be looked up here."""
-    del op, shape
-    return heuristic
+def configure(op: str, heuristic: Config, x: torch.Tensor, **shape: int) -> Config:
+    """The configuration of ``op`` for tensors like ``x``: of a table, or ``heuristic``. ``shape`` holds the sizes and
+    variants that ``configs.py`` names for the op, in one order in all calls; all that a table may not set follows from
+    it."""
+    choice = tables.choices.get(x.device) or tables.choice_of(x.device)
+    return choice.config(op, heuristic, x.dtype, shape) if choice.settings else heuristic
 
 
 @functools.cache

@@ -198,17 +198,17 @@ def _backward_kernel(
         tl.store(dx_bias_partials + offset, tl.sum(dx_bias, axis=0), mask=inside)
 
 
-def _forward_config(hidden: int) -> Config:
+def _forward_config(x: Tensor, has_total: bool, has_dropout: bool) -> Config:
+    hidden = x.shape[-1]
     columns = max(8, launcher.power_of_two(hidden))
     num_warps = 4 if columns <= 1024 else 8 if columns <= 4096 else 16 if columns <= 8192 else 32
     config = Config(max(1, min(32, 1024 // columns)), columns, num_warps)
-    return launcher.configure("layer_norm_forward", config, hidden=hidden)
+    return launcher.configure("layer_norm_forward", config, x, hidden=hidden, total=has_total, dropout=has_dropout)
 
 
-def _backward_config(
-    hidden: int, size: int, weight_size: int, has_dtotal: bool, has_dropout: bool
-) -> tuple[Config, int, int]:
+def _backward_config(x: Tensor, weight_size: int, has_dtotal: bool, has_dropout: bool) -> tuple[Config, int, int]:
     """And the number of parts of a row and their width. Sizes are bytes of an element."""
+    hidden, size = x.shape[-1], x.element_size()
     parts = triton.cdiv(hidden, _WIDEST_PART // 2 if has_dropout else _WIDEST_PART)
     width = hidden if parts == 1 else triton.cdiv(triton.cdiv(hidden, parts), 16) * 16
     columns = max(8, launcher.power_of_two(width))
@@ -217,8 +217,8 @@ def _backward_config(
     # What the pipeline reads in every step: parts their weight too, but dtotal only outside it.
     per_column = 2 * size + (weight_size if parts > 1 else size if has_dtotal else 0)
     stages = 1 + min(2, (_DROPOUT_BUFFER_BYTES if has_dropout else _BUFFER_BYTES) // (rows * columns * per_column))
-    config = launcher.configure("layer_norm_backward", Config(rows, columns, num_warps, stages), hidden=hidden)
-    return config, parts, width
+    heuristic, shape = Config(rows, columns, num_warps, stages), {"total": has_dtotal, "dropout": has_dropout}
+    return launcher.configure("layer_norm_backward", heuristic, x, hidden=hidden, **shape), parts, width
 
 
 def _mask_arguments(dropout: Dropout | None) -> tuple[Tensor | None, tuple[float, ...]]:
@@ -253,7 +253,7 @@ def forward(
     mean = torch.empty(rows, dtype=torch.float32, device=x.device)
     rstd = torch.empty_like(mean)
     if x.numel():
-        config = _forward_config(hidden)
+        config = _forward_config(x, residual is not None, dropout is not None)
         sample_numbers, mask = _mask_arguments(dropout)
         launcher.launch(
             _forward_kernel, (triton.cdiv(rows, config.rows),), x, x_bias, residual, total, weight, bias, y, mean, rstd,
@@ -288,9 +288,7 @@ def backward(
         dweight, dbias, *rest = (torch.zeros_like(t) for t in sums)
         return dx, dropped, dweight, dbias, rest[0] if rest else None
     rows = x.numel() // hidden
-    config, parts, width = _backward_config(
-        hidden, x.element_size(), weight.element_size(), dtotal is not None, dropout is not None
-    )
+    config, parts, width = _backward_config(x, weight.element_size(), dtotal is not None, dropout is not None)
     walkers = max(1, max(1, 32 // config.num_warps) * launcher.multiprocessors(x.device) // parts)
     walkers = min(triton.cdiv(rows, config.rows), walkers)
     partials = torch.empty(len(sums), walkers, hidden, dtype=torch.float32, device=x.device)

@@ -244,14 +244,15 @@ def _long_backward_kernel(
         _store_zeros(dx, first, end, keys, COLUMNS)
 
 
-def _config(op: str, keys: int, bytes_per_column: int) -> Config:
+def _config(op: str, scores: Tensor, reads: int) -> Config:
+    keys = scores.shape[-1]
     columns = max(32, launcher.power_of_two(keys))  # the masks' mapping repeats after 32
     if keys > _LONGEST_ROW_IN_REGISTERS:
-        heuristic = Config(1, 2048, 8, launcher.pipeline_stages(2048 * bytes_per_column, most=4))
-    else:
-        num_warps = 4 if columns <= 1024 else 8 if columns <= 4096 else 16
-        heuristic = Config(max(1, min(32, 1024 // columns)), columns, num_warps)
-    return launcher.configure(op, heuristic, keys=keys)
+        stages = launcher.pipeline_stages(2048 * reads * scores.element_size(), most=4)
+        return launcher.configure(f"long_{op}", Config(1, 2048, 8, stages), scores, keys=keys)
+    num_warps = 4 if columns <= 1024 else 8 if columns <= 4096 else 16
+    heuristic = Config(max(1, min(32, 1024 // columns)), columns, num_warps)
+    return launcher.configure(op, heuristic, scores, keys=keys)
 
 
 _NO_DROPOUT = (0, 0, 0, 0, 1.0)
@@ -264,7 +265,7 @@ def _launch(kernels, op: str, tensors: tuple[Tensor | None, ...], scores: Tensor
     _, heads, queries, keys = scores.shape
     rows = scores.numel() // keys
     strides = (0, 0, 0) if mask is None else mask.expand(scores.shape).stride()[:3]
-    config = _config(op, keys, reads * scores.element_size())
+    config = _config(op, scores, reads)
     flags = {"CAUSAL": causal, "HAS_MASK": mask is not None, "DROPOUT": tensors[-1] is not None}
     arguments = (*tensors, rows, heads, queries, keys, *strides, scale, *dropout)
     short, long = kernels

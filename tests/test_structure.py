@@ -43,7 +43,17 @@ LEVELS: list[set[str]] = [
         "data.sampler",
         "data.index_cache",
     },
-    {"preprocess", "data", "tensor_parallel", "data_parallel", "pipeline_parallel", "optim", "together", "watch"},
+    {
+        "preprocess",
+        "data",
+        "tensor_parallel",
+        "data_parallel",
+        "pipeline_parallel",
+        "optim",
+        "together",
+        "watch",
+        "kernel_table",
+    },
     {"model"},
     {
         "metrics",

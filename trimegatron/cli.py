@@ -20,6 +20,7 @@ COMMANDS = {
         "list, verify and compare checkpoints; prove that a run resumes exactly",
     ),
     "convert": ("trimegatron.convert.cli", "checkpoints to and from Hugging Face and Megatron-LM, with proof"),
+    "tune": ("trimegatron.bench.tune", "find the kernels' launch configurations on this GPU"),
     "bench": ("trimegatron.bench.cli", "comparisons with other software, on this machine"),
 }
 """Name → (module, what it does)."""

@@ -27,6 +27,7 @@ from trimegatron.data_parallel.buffer import ParameterBuffer
 from trimegatron.description import describe
 from trimegatron.determinism import make_deterministic
 from trimegatron.errors import ConfigError, StoppedError, UserError
+from trimegatron.kernel_table import use_kernel_table
 from trimegatron.kernels.functional import MAX_HEAD_SIZE
 from trimegatron.mesh import Mesh, close_mesh, init_mesh, launched_world_size, select_device
 from trimegatron.metrics import Interval, MetricsWriter
@@ -67,6 +68,7 @@ def main(argv: list[str] | None = None) -> int:
                 trap.add(command.config.training.exit_signal)
             config, tokenizer, device, notes = prepare(command)
             mesh = join(config, device)
+            notes += use_kernel_table(config, mesh)
             say: Say = partial(print, flush=True) if mesh.is_first_rank else _silent
             for note in notes:
                 say(f"note: {note}")

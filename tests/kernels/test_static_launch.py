@@ -16,6 +16,8 @@ import pytest
 import torch
 import triton
 
+from trimegatron.bench import aot, kernel_cases
+from trimegatron.bench.case import Shapes
 from trimegatron.bench.kernels import launch_cost
 from trimegatron.bench.stub_driver import STREAM, StubDriver
 from trimegatron.kernels import bias_dropout_add, static_launch
@@ -91,6 +93,26 @@ def test_a_launch_costs_a_small_part_of_triton_s_dispatch(tmp_path: Path, monkey
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     cost = launch_cost()
     assert cost["launcher"] < cost["static"] < cost["launcher"] + 0.2 * (cost["dispatch"] - cost["launcher"]), cost
+
+
+@pytest.mark.parametrize("op", ["cross_entropy_both", "adamw", "masked_softmax_forward"])
+def test_a_launch_finds_what_was_compiled_ahead_of_time(
+    op: str, driver: StubDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With arguments that are missing, 1, multiples of 16, not to specialise on, and floats. Of the cross entropy the
+    rows are so short that a tile holds several."""
+    shapes = Shapes(64, 64, torch.bfloat16, torch.device("meta"))
+    cases = [*kernel_cases.cases(64, 64, torch.bfloat16, "meta"), *kernel_cases.optimizer_cases(shapes)]
+    case = next(case for case in cases if case.name == op)
+    (launch, *_) = aot.record(lambda: case.kernel(*case.inputs()))
+    options = {"num_warps": launch.config.num_warps, "num_stages": launch.config.num_stages, "enable_fp_fusion": True}
+    compiled = triton.compile(aot.source(launch), target=driver.get_current_target(), options=options)
+    args = [torch.zeros(x.shape, dtype=x.dtype) if isinstance(x, torch.Tensor) else x for x in launch.args]
+    monkeypatch.setattr(launch.kernel, "device_caches", launch.kernel.device_caches.copy())
+    launch.kernel.device_caches.clear()
+    found = ordinary_launch(launch.kernel, launch.grid, tuple(args), launch.config, launch.constexprs)
+    assert found.hash == compiled.hash
+    launch.kernel.device_caches.clear()
 
 
 def test_constants_may_come_in_any_order(driver: StubDriver) -> None:

@@ -57,6 +57,12 @@ class ModelConfig(Options):
         "ours. Where the fused operations run; auto: triton on a GPU, reference (PyTorch) elsewhere",
         choices=("auto", "triton", "reference"),
     )
+    kernel_table: str | None = option(
+        None,
+        "ours. Launch configurations that `trimegatron tune` found on this kind of GPU; they go before those that come "
+        "with the package for it. none: neither, the heuristics alone",
+        metavar="FILE",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

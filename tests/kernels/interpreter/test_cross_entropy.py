@@ -41,7 +41,7 @@ def inputs(rows: tuple[int, ...], columns: int, num_valid: int, dtype: torch.dty
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several blocks a row without long rows, which are slow here."""
-    monkeypatch.setattr(launcher, "configure", lambda op, heuristic, **shape: launcher.Config(4, 64, 4, 2))
+    monkeypatch.setattr(launcher, "configure", lambda op, heuristic, x, **shape: launcher.Config(4, 64, 4, 2))
 
 
 @pytest.mark.parametrize("impl", IMPLS)

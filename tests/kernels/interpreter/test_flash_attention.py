@@ -96,7 +96,7 @@ def test_half_precision(guards: Guards, impl: str, dtype: torch.dtype, d: int) -
 )
 def test_tiles(guards: Guards, rows: int, columns: int, documents: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of any shape, and a last one that is not full."""
-    monkeypatch.setattr(launcher, "configure", lambda op, heuristic, **shape: launcher.Config(rows, columns, 4))
+    monkeypatch.setattr(launcher, "configure", lambda op, heuristic, x, **shape: launcher.Config(rows, columns, 4))
     check(guards, "triton", inputs(75, 16, n=1, n_kv=1), starts(75, 20, 5, 30) if documents else None)
 
 

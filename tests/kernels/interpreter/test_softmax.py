@@ -78,7 +78,7 @@ def test_blocks_of_long_rows_without_visible_keys(guards: Guards, monkeypatch: p
     from trimegatron.kernels import launcher, softmax
 
     monkeypatch.setattr(softmax, "_LONGEST_ROW_IN_REGISTERS", 16)
-    monkeypatch.setattr(launcher, "configure", lambda op, heuristic, **shape: launcher.Config(1, 32, 4, 2))
+    monkeypatch.setattr(launcher, "configure", lambda op, heuristic, x, **shape: launcher.Config(1, 32, 4, 2))
     compare(guards, causal("triton"), causal_formula, [torch.randn(1, 1, 70, 69) * 4])
     op, formula = dropped("triton", True), dropped_formula(True)
     compare(guards, op, formula, [torch.randn(1, 1, 40, 39) * 4, torch.rand(1, 1, 40, 39) > 0.7])
