@@ -28,8 +28,9 @@ from trimegatron.config.options import Options, kebab, option
 from trimegatron.data.indexed_writer import IndexedDatasetWriter
 from trimegatron.mesh import Mesh
 from trimegatron.metrics import peak_memory_bytes
+from trimegatron.preflight import with_vocab_size
 from trimegatron.tokenizer import build_tokenizer
-from trimegatron.train import build_trainer, with_vocab_size
+from trimegatron.train import build_trainer
 from trimegatron.trainer import Trainer
 
 PIECE = 1 << 24

@@ -17,6 +17,7 @@ from trimegatron.cli import main as cli
 from trimegatron.communication import CommunicationRecorder
 from trimegatron.config import read_train_args
 from trimegatron.mesh import close_mesh, init_mesh, launched_world_size
+from trimegatron.preflight import with_vocab_size
 from trimegatron.tokenizer import build_tokenizer
 
 GPT2 = {"tokenizer_type": "GPT2BPETokenizer", "vocab_size": None}
@@ -150,7 +151,7 @@ def recorded_by_gloo(flags: list[str]) -> list[Any]:
     """The messages of the second step of a real run, on one of its ranks."""
     config = read_train_args(flags, world_size=launched_world_size()).config
     tokenizer = build_tokenizer("NullTokenizer", vocab_size=config.model.vocab_size)
-    config = train.with_vocab_size(config, tokenizer)
+    config = with_vocab_size(config, tokenizer)
     size = config.parallel.tensor_model_parallel_size
     mesh = init_mesh(torch.device("cpu"), tensor_parallel_size=size)
     try:

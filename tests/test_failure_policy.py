@@ -16,6 +16,7 @@ from trimegatron.config import parse_train_args
 from trimegatron.determinism import deterministic_environment
 from trimegatron.errors import ConfigError
 from trimegatron.mesh import Mesh
+from trimegatron.preflight import with_vocab_size
 from trimegatron.tokenizer import build_tokenizer
 
 RUINED = {"lr": 1e30, "min_lr": 0.0, "lr_warmup_iters": 0, "clip_grad": 0.0}
@@ -70,7 +71,7 @@ def state_around_a_skipped_step(flags: list[str]) -> tuple[bool, dict[str, bool]
     """Whether the first step is skipped; which of what it must not touch is as before; the scales after three."""
     config = parse_train_args(flags, world_size=1)
     tokenizer = build_tokenizer("NullTokenizer", vocab_size=config.model.vocab_size)
-    config = train.with_vocab_size(config, tokenizer)
+    config = with_vocab_size(config, tokenizer)
     trainer = train.build_trainer(config, Mesh(torch.device("cpu")), tokenizer, None, lambda line: None)
     optimizer, batches = trainer.optimizer, trainer.loader(trainer.datasets.train, 0)
     watched = {name: getattr(optimizer, name) for name in ("master", "exp_avg", "exp_avg_sq", "low_precision")}

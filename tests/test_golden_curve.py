@@ -19,6 +19,7 @@ from trimegatron.data.indexed_dataset import IndexedDataset
 from trimegatron.data.indexed_writer import IndexedDatasetWriter
 from trimegatron.mesh import close_mesh, init_mesh, launched_world_size, select_device
 from trimegatron.optim.adamw import FlatAdamW
+from trimegatron.preflight import with_vocab_size
 from trimegatron.tokenizer import build_tokenizer
 
 GOLDEN = Path(__file__).parent / "golden" / "checkpoints"
@@ -83,7 +84,7 @@ def replay(prefix: Path, tensor_parallel_size: int, changes: dict) -> dict[str, 
     device = select_device("cpu")
     config = parse_train_args(flags, world_size=launched_world_size())
     tokenizer = build_tokenizer("NullTokenizer", vocab_size=config.model.vocab_size)
-    config = train.with_vocab_size(config, tokenizer)
+    config = with_vocab_size(config, tokenizer)
     pipeline_parallel_size = config.parallel.pipeline_model_parallel_size
     mesh = init_mesh(device, tensor_parallel_size=tensor_parallel_size, pipeline_parallel_size=pipeline_parallel_size)
     try:

@@ -26,9 +26,10 @@ from trimegatron.data.record import DataRecord
 from trimegatron.errors import ConfigError
 from trimegatron.mesh import Mesh, close_mesh, cut_mesh, launched_world_size
 from trimegatron.meta_device import FusedAttention, LiveBytes, ReadsAsOne
+from trimegatron.preflight import with_vocab_size
 from trimegatron.tensor_parallel.parameter import ParameterSpec
 from trimegatron.tokenizer import Tokenizer, build_tokenizer
-from trimegatron.train import build_trainer, with_vocab_size
+from trimegatron.train import build_trainer
 from trimegatron.trainer import Trainer
 
 BACKEND = "dry_run"

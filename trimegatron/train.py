@@ -4,7 +4,6 @@ down.
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import os
 import sys
@@ -17,30 +16,27 @@ import torch
 
 from trimegatron.activity import Activity
 from trimegatron.checkpoint.checkpoint import Progress, load_checkpoint
-from trimegatron.checkpoint.directory import checkpoints
 from trimegatron.checkpoint.resume import choose_checkpoint, is_save_folder, resume_schedule
 from trimegatron.checkpoint.saver import Saver, check_is_shared
-from trimegatron.config import Config, ExplainedConfig, read_train_args
+from trimegatron.config import Config, read_train_args
 from trimegatron.data.build import Datasets, build_datasets
 from trimegatron.data.record import DataRecord
 from trimegatron.data_parallel.buffer import ParameterBuffer
 from trimegatron.description import describe
-from trimegatron.determinism import make_deterministic
-from trimegatron.errors import ConfigError, StoppedError, UserError
+from trimegatron.errors import StoppedError, UserError
 from trimegatron.kernel_table import use_kernel_table
-from trimegatron.kernels.functional import MAX_HEAD_SIZE
-from trimegatron.mesh import Mesh, close_mesh, init_mesh, launched_world_size, select_device
+from trimegatron.mesh import Mesh, close_mesh, init_mesh, launched_world_size
 from trimegatron.metrics import Interval, MetricsWriter
 from trimegatron.model.build import build_model, model_spec, wait_for_parameters
 from trimegatron.model.gpt import GPTChunks
 from trimegatron.optim.adamw import FlatAdamW
 from trimegatron.optim.scaler import DynamicLossScaler, LossScaler
 from trimegatron.pipeline_parallel.engine import Engine
+from trimegatron.preflight import prepare
 from trimegatron.stopping import SignalTrap, Stopping
 from trimegatron.store import StoreLostError
-from trimegatron.tensor_parallel.embedding import padded_vocab_size
 from trimegatron.together import on_every_rank
-from trimegatron.tokenizer import Tokenizer, build_tokenizer
+from trimegatron.tokenizer import Tokenizer
 from trimegatron.trainer import Trainer
 from trimegatron.watch import Watch, prepare_flight_record
 
@@ -96,27 +92,6 @@ def main(argv: list[str] | None = None) -> int:
             gc.collect()
             mesh.wait_until_known()
         return exit_code
-
-
-def prepare(command: ExplainedConfig) -> tuple[Config, Tokenizer, torch.device, list[str]]:
-    """What a rank can do alone: the configuration with the tokenizer's vocabulary, the tokenizer, the device, notes."""
-    config = command.config
-    tokenizer = build_tokenizer(
-        config.data.tokenizer_type,
-        vocab_file=config.data.vocab_file,
-        merge_file=config.data.merge_file,
-        tokenizer_model=config.data.tokenizer_model,
-        vocab_size=config.model.vocab_size,
-    )
-    config = with_vocab_size(config, tokenizer)
-    check_outputs(config)
-    device = select_device(config.training.device)
-    check_kernels(config, device)
-    set_threads(device)
-    notes = list(command.notes)
-    if config.training.deterministic_mode:
-        notes.append(make_deterministic(device))
-    return config, tokenizer, device, notes
 
 
 def join(config: Config, device: torch.device) -> Mesh:
@@ -250,53 +225,6 @@ def build_buffer(config: Config, model: GPTChunks, mesh: Mesh) -> ParameterBuffe
     return buffer
 
 
-def with_vocab_size(config: Config, tokenizer: Tokenizer) -> Config:
-    """The configuration with the vocabulary that the tokenizer has.
-
-    Where the padding is not masked, every padded row is a word like the others, as in Megatron.
-    """
-    model, vocab_size = config.model, tokenizer.vocab_size
-    if tokenizer.type != "NullTokenizer" and model.vocab_size not in (None, vocab_size):
-        raise ConfigError(
-            f"--vocab-size ({model.vocab_size}) must be that of the tokenizer, {vocab_size}. Leave it out: it is for "
-            "NullTokenizer"
-        )
-    if not model.mask_padded_vocab:
-        tensor_parallel_size = config.parallel.tensor_model_parallel_size
-        vocab_size = padded_vocab_size(vocab_size, model.make_vocab_size_divisible_by, tensor_parallel_size)
-    return dataclasses.replace(config, model=dataclasses.replace(model, vocab_size=vocab_size))
-
-
-def check_outputs(config: Config) -> None:
-    """What would fail at the first save, perhaps after hours, or mix two runs, fails before anything starts.
-
-    Raises:
-        ConfigError: an output cannot be written, or ``--save`` holds checkpoints that this run does not go on from.
-    """
-    save, load = config.checkpoint.save, config.checkpoint.load
-    if config.training.skip_train:  # it writes --metrics-file only
-        save, outputs = None, {}
-    else:
-        outputs = {"--save": save, "--tensorboard-dir": config.logging.tensorboard_dir}
-    if config.logging.metrics_file:
-        outputs["--metrics-file"] = str(Path(config.logging.metrics_file).parent)
-    for flag, output in outputs.items():
-        if output is None:
-            continue
-        existing = Path(output).absolute()
-        while not existing.exists():
-            existing = existing.parent
-        if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-            raise ConfigError(
-                f"{flag} ({output}) must be a folder that can be written; {existing} is not. Give another"
-            )
-    if save is not None and checkpoints(Path(save)) and not (load and is_save_folder(config, Path(load))):
-        raise ConfigError(
-            f"--save ({save}) holds checkpoints of a run that this one would not go on from. Add --load {save}, or "
-            "give another folder"
-        )
-
-
 def build_scaler(config: Config) -> LossScaler:
     """Dynamic for fp16 unless a constant scale is given; 1 for fp32 and bf16."""
     precision = config.precision
@@ -307,36 +235,6 @@ def build_scaler(config: Config) -> LossScaler:
     return DynamicLossScaler(
         precision.initial_loss_scale, precision.min_loss_scale, precision.loss_scale_window, precision.hysteresis
     )
-
-
-def check_kernels(config: Config, device: torch.device) -> None:
-    """Triton needs a GPU, or its interpreter; flash attention needs Triton, and heads it has room for.
-
-    Raises:
-        ConfigError: ``--kernels triton`` or ``--attention-backend flash`` without.
-    """
-    model = config.model
-    if model.attention_backend == "flash" and model.kv_channels > MAX_HEAD_SIZE:
-        raise ConfigError(
-            f"--attention-backend (flash) takes heads up to {MAX_HEAD_SIZE} wide; --kv-channels is {model.kv_channels}."
-            " Use auto or softmax"
-        )
-    if model.attention_backend == "flash" and device.type == "cpu" and model.kernels != "triton":
-        raise ConfigError(
-            "--attention-backend (flash) is a Triton kernel and needs a GPU; this run is on the CPU. Use auto or"
-            " softmax, or --kernels triton with TRITON_INTERPRET=1 (very slow, for tests)"
-        )
-    if config.model.kernels == "triton" and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        raise ConfigError(
-            "--kernels (triton) needs a GPU; this run is on the CPU. Use auto or reference, or set TRITON_INTERPRET=1 "
-            "for Triton's interpreter (very slow, for tests)"
-        )
-
-
-def set_threads(device: torch.device) -> None:
-    """On a CPU the ranks of a node share its cores; OMP_NUM_THREADS, which torchrun sets, has the last word."""
-    if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
 def cause_of(error: Exception, mesh: Mesh) -> str:

@@ -26,6 +26,7 @@ from trimegatron.convert.vocabulary import VocabularyConfig
 from trimegatron.data.build import Datasets
 from trimegatron.data.indexed_writer import IndexedDatasetWriter
 from trimegatron.mesh import close_mesh, init_mesh, launched_world_size, select_device
+from trimegatron.preflight import with_vocab_size
 from trimegatron.tokenizer import build_tokenizer
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "checkpoints"
@@ -50,7 +51,7 @@ def go_on(flags: list[str], prefix: Path, tensor_parallel_size: int) -> list[tup
     device = select_device("cpu")
     config = parse_train_args(flags, world_size=launched_world_size())
     tokenizer = build_tokenizer("NullTokenizer", vocab_size=config.model.vocab_size)
-    config = train.with_vocab_size(config, tokenizer)
+    config = with_vocab_size(config, tokenizer)
     mesh = init_mesh(device, tensor_parallel_size=tensor_parallel_size)
     try:
         checkpoint = require_checkpoint(Path(config.checkpoint.load or ""))

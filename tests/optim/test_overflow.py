@@ -13,6 +13,7 @@ from tests.runs import tiny_flags, write_corpus
 from trimegatron import train
 from trimegatron.config import parse_train_args
 from trimegatron.mesh import close_mesh, init_mesh
+from trimegatron.preflight import with_vocab_size
 from trimegatron.tokenizer import build_tokenizer
 
 
@@ -20,7 +21,7 @@ def steps_with_an_overflow(flags: list[str]) -> dict[str, Any]:
     """Four steps, in the third of which the last rank alone has an infinite element in one gradient."""
     config = parse_train_args(flags, world_size=4)
     tokenizer = build_tokenizer("NullTokenizer", vocab_size=config.model.vocab_size)
-    config = train.with_vocab_size(config, tokenizer)
+    config = with_vocab_size(config, tokenizer)
     mesh = init_mesh(torch.device("cpu"), tensor_parallel_size=2)
     try:
         trainer = train.build_trainer(config, mesh, tokenizer, None, lambda *_: None)
