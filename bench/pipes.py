@@ -40,6 +40,7 @@ _PIPES = (
     ("special", r"MUFU"),
     ("multiply", r"IMAD"),
     ("float", r"F(FMA|MUL|ADD)2?$"),
+    ("spill", r"(LDL|STL)"),
     ("memory", r"(LD|ST|ATOM|RED|SHFL|BAR|DEPBAR|SYNCS)"),
     ("uniform", r"(U[A-Z]|R2UR)"),
     ("control", r"(BRA|NOP|WARP|CALL|BSSY|BSYNC|EXIT|YIELD|CS2R)"),

@@ -19,10 +19,12 @@ ROOT = Path(__file__).parents[2]
 # Instructions per score of the loop without the diagonal, tensor cores' apart, with dropout.
 BUDGET = {
     (80, "forward"): 16.5, (80, "queries"): 14.5, (80, "keys"): 20.0,
-    (90, "forward"): 16.0, (90, "queries"): 15.5, (90, "keys"): 20.5,
+    (90, "forward"): 16.0, (90, "queries"): 15.5, (90, "keys"): 20.0,
 }  # fmt: skip
 SPILLS = {(80, "forward/72/bfloat16/dropout"): 96}
-"""Bytes a thread: the columns that fill a head of 72 up to 128 take registers for their masks."""
+"""Bytes a thread: the columns that fill a head of 72 up to 128 take registers for their masks. They are the addresses of
+the result, put away before the loops and taken back behind them, once a program; tiles without a spill take more
+instructions a score."""
 BUSY = {"forward": 2.0, "queries": 1.35, "keys": 1.35}
 """The least time of the loop's instructions over that of its products, on an H100 and an H200. Of a head of 128, whose
 products are twice as many, it is 1.2, 0.75 and 0.8. The bytes take less than either."""
@@ -73,6 +75,7 @@ def test_every_case(arch: int, tmp_path: Path) -> None:
     assert len(rows) == 3 * 8
     for row in rows:
         assert row["spill_bytes"] <= SPILLS.get((arch, row["case"]), 0), row["text"]
+        assert not any("spill" in loop for loop in row["loops"]), row["text"]
     check([row for row in rows if "float32" not in row["case"] and not row["spill_bytes"]])
 
 
