@@ -66,7 +66,7 @@ LEVELS: list[set[str]] = [
         "stopping",
         "feed",
     },
-    {"trainer", "description", "generate"},
+    {"trainer", "preflight", "description", "generate"},
     {
         "train",
         "dry_run",
