@@ -16,6 +16,7 @@ from trimegatron import dry_run, train
 from trimegatron.cli import main as cli
 from trimegatron.communication import CommunicationRecorder
 from trimegatron.config import read_train_args
+from trimegatron.errors import ConfigError
 from trimegatron.mesh import close_mesh, init_mesh, launched_world_size
 from trimegatron.preflight import with_vocab_size
 from trimegatron.tokenizer import build_tokenizer
@@ -83,7 +84,7 @@ def test_an_error_of_the_step_is_told(monkeypatch: pytest.MonkeyPatch):
     command = read_train_args([*tiny_flags(Path("nowhere")), "--dry-run"], world_size=1)
     config, _ = dry_run.assume_vocabulary(command.config)
     monkeypatch.setattr(train.Trainer, "sum_over_ranks", lambda *_, **__: torch.ones(3).view(2, 2))
-    with pytest.raises(train.ConfigError, match=r"--dry-run: rank 0 cannot step: RuntimeError: shape '\[2, 2\]'"):
+    with pytest.raises(ConfigError, match=r"--dry-run: rank 0 cannot step: RuntimeError: shape '\[2, 2\]'"):
         dry_run.walk(config, 0)
 
 
