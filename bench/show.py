@@ -1,0 +1,55 @@
+"""How a figure is written down for a reader."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from trimegatron.bench.results import Parameter, Result
+
+_PREFIXES = {
+    "s": ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns")),
+    "bytes": ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "bytes")),
+}
+
+
+def show_value(value: float, unit: str) -> str:
+    """Three to four digits and the unit: ``12.3 ms``, ``1,234 samples/s``."""
+    for size, prefixed in _PREFIXES.get(unit, ()):
+        if abs(value) >= size:
+            return f"{show_number(value / size)} {prefixed}"
+    return f"{show_number(value)} {unit}".rstrip()
+
+
+def show_number(value: float) -> str:
+    """Whole from 1000 on, else four significant digits."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def show_parameters(parameters: Mapping[str, Parameter]) -> str:
+    return ", ".join(f"{name.replace('_', ' ')} {_show_parameter(value)}" for name, value in parameters.items())
+
+
+def _show_parameter(value: Parameter) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:,}" if isinstance(value, int) else f"{value:g}" if isinstance(value, float) else value
+
+
+def show_share(result: Result) -> str:
+    """How near to the floor: ``1.03 × the least``, ``81% of the most``; nothing where there is none."""
+    if not result.floor:
+        return ""
+    if result.better == "lower":
+        return f"{result.median / result.floor:.3f} × the least"
+    return f"{result.median / result.floor:.1%} of the most"
+
+
+def show_result(result: Result) -> str:
+    """One line of a benchmark's output."""
+    name = f"{result.case}, {result.variant}, {result.figure}"
+    spread = ""
+    if len(result.values) > 1:
+        ends = (show_value(end, result.unit) for end in (min(result.values), max(result.values)))
+        spread = "({} to {})".format(*ends)
+    parts = [show_value(result.median, result.unit), spread, show_share(result), result.note]
+    return f"{name:60} {'  '.join(part for part in parts if part)}  [{show_parameters(result.parameters)}]"
