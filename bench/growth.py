@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from trimegatron.bench.results import Parameter, Result
 
 MIN_POINTS = 3
-MIN_FACTOR = 8
+MIN_FACTOR = 10
 """Between the smallest and the largest: a slope over less says little."""
 
 

@@ -115,11 +115,12 @@ class Run:
     cases: list[Result]
 
 
-def write_run(run: Run, path: Path) -> None:
-    """Write the file, after checking it as a reader would."""
+def write_run(run: Run, path: Path | None) -> None:
+    """Check as a reader would, and write the file if there is to be one."""
     found = {"format": FORMAT} | asdict(run)
     check(found, "this run")
-    write_atomically(path, json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+    if path is not None:
+        write_atomically(path, json.dumps(found, indent=1, ensure_ascii=False) + "\n")
 
 
 def read_run(path: Path) -> Run:

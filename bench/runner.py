@@ -18,8 +18,8 @@ from trimegatron.bench.growth import describe_growth
 from trimegatron.bench.measure import machine, now, versions
 from trimegatron.bench.results import Parameter, Result, Run, source_revision, write_run
 from trimegatron.bench.show import show_result
-from trimegatron.config.flags import convert, parse
-from trimegatron.config.options import Options, check_value, fail, option, options_of
+from trimegatron.config.flags import OptionParser, add_options, build, convert, parse
+from trimegatron.config.options import Option, Options, check_value, fail, option, options_of
 
 PACKAGES = ("trimegatron", "torch", "triton", "numpy", "transformers")
 
@@ -63,7 +63,7 @@ def run(
         show: a result's line; None where ``results`` prints tables of its own.
     """
     config, output = parse(argv, options, OutputConfig, prog=f"trimegatron bench {name}", description=description or "")
-    swept = sweep_values(options, output, sweeps or {})
+    swept = sweep_values(options_of(options), output, sweeps or {})
 
     def found() -> Iterator[Result]:
         if swept is None:
@@ -92,22 +92,30 @@ def record(name: str, argv: Sequence[str], results: Iterable[Result], out: Path 
     cases = list(results)
     for line in describe_growth(cases):
         print(line)
+    about = before | {"load_average_after": machine()["load_average"]}
+    command = ["trimegatron", "bench", name, *argv]
+    write_run(Run(name, date, revision, dirty, about, versions(*PACKAGES, *packages), command, cases), out)
     if out is not None:
-        about = before | {"load_average_after": machine()["load_average"]}
-        command = ["trimegatron", "bench", name, *argv]
-        write_run(Run(name, date, revision, dirty, about, versions(*PACKAGES, *packages), command, cases), out)
         print(f"{out}: {len(cases)} figures")
     return 0
 
 
+def take_output(argv: Sequence[str]) -> tuple[OutputConfig, list[str]]:
+    """For a benchmark whose other options are those of something else: ours, and what is left."""
+    parser = OptionParser(add_help=False)
+    add_options(parser, OutputConfig)
+    namespace, rest = parser.parse_known_args(argv)
+    return build(OutputConfig, vars(namespace)), rest
+
+
 def sweep_values(
-    options: type, output: OutputConfig, sweeps: Mapping[str, Sequence[int]]
+    options: Mapping[str, Option], output: OutputConfig, sweeps: Mapping[str, Sequence[int]]
 ) -> tuple[str, Sequence[int]] | None:
-    """The field to sweep and its values. Raises ConfigError."""
+    """The option to sweep, of those by field name, and its values. Raises ConfigError."""
     if not output.sweep:
         return None
     name = output.sweep[0].lstrip("-").replace("-", "_")
-    known = {field: declared for field, declared in options_of(options).items() if declared.type is int}
+    known = {field: declared for field, declared in options.items() if declared.type is int}
     if name not in known:
         fail("sweep", output.sweep[0], f"must be a whole-number option of this benchmark: {', '.join(known) or 'none'}")
     given = output.sweep[1:]

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from trimegatron.bench import results, runner
+from trimegatron.bench import cli, results, runner
 from trimegatron.bench.growth import growths
 from trimegatron.bench.results import Result, Run, counted, measured, read_run, read_runs, write_run
 from trimegatron.bench.show import show_result, show_value
@@ -126,6 +127,14 @@ def test_files_that_cannot_be_read(tmp_path: Path):
     bad = dataclasses.replace(Run(**{k: v for k, v in example().items() if k != "format"}), cases=[])
     write_run(bad, tmp_path / "a.json")
     assert read_run(tmp_path / "a.json").cases == []
+
+
+@pytest.mark.parametrize("name", sorted(cli.BENCHMARKS.keys() - {"step"}))
+def test_every_benchmark_writes_results(name: str, capsys: pytest.CaptureFixture):
+    with suppress(SystemExit):
+        assert cli.main([name, "--help"]) == 0
+    printed = capsys.readouterr().out
+    assert "--out FILE" in printed and "--sweep" in printed
 
 
 def test_values_are_shown_with_prefixes():
