@@ -27,8 +27,8 @@ _WAYS = {"launcher": "the compiled kernel's launcher", "static": OURS, "dispatch
 _COLUMNS = "{:<28}{:>26}{:>10}{:>7}{:>6}{:>7}{:>7}{:>10}  {}"
 
 
-def compiled(rows: int, hidden: int, dtype: torch.dtype, arch: int) -> list[dict[str, Any]]:
-    """Of each op at this shape: bytes, and what the code of its first kernel uses."""
+def counted_ops(rows: int, hidden: int, dtype: torch.dtype, arch: int | None) -> list[dict[str, Any]]:
+    """Of each op at this shape: bytes, and what the code of its first kernel uses; ``arch`` None: bytes alone."""
     from trimegatron.bench import aot, kernel_cases
     from trimegatron.bench.traffic import moved_bytes
 
@@ -36,14 +36,17 @@ def compiled(rows: int, hidden: int, dtype: torch.dtype, arch: int) -> list[dict
     for case in kernel_cases.cases(rows, hidden, dtype, "meta"):
         inputs = case.inputs()
         launches = aot.record(functools.partial(case.kernel, *inputs))
-        code = aot.measure(launches[0], arch)
-        found.append(
-            {
-                "op": case.name, "shape": case.shape, "floor_bytes": case.floor, "moved_bytes": moved_bytes(launches),
-                "launches": len(launches), "registers": code.registers, "spill_bytes": code.spill_bytes,
-                "occupancy": code.occupancy, "bytes_in_flight": code.bytes_in_flight, "code": str(code),
-            }
-        )  # fmt: skip
+        row: dict[str, Any] = {
+            "op": case.name, "shape": case.shape, "floor_bytes": case.floor, "moved_bytes": moved_bytes(launches),
+            "launches": len(launches),
+        }  # fmt: skip
+        if arch is not None:
+            code = aot.measure(launches[0], arch)
+            row |= {
+                "registers": code.registers, "spill_bytes": code.spill_bytes, "occupancy": code.occupancy,
+                "bytes_in_flight": code.bytes_in_flight, "code": str(code),
+            }  # fmt: skip
+        found.append(row)
     return found
 
 
@@ -105,14 +108,13 @@ def _launch_cost(kernel: Any) -> dict[str, list[float]]:
 def _print(found: list[dict[str, Any]]) -> None:
     print(_COLUMNS.format("op", "shape", "MB", "/floor", "regs", "spill", "occ %", "in flight", "accesses (bits)"))
     for row in found:
-        print(
-            _COLUMNS.format(
-                row["op"], row["shape"], f"{row['moved_bytes'] / 1e6:.1f}",
-                f"{row['moved_bytes'] / row['floor_bytes']:.3f}", row["registers"], row["spill_bytes"],
-                f"{100 * row['occupancy']:.0f}", f"{row['bytes_in_flight'] >> 10} KB",
-                row["code"].partition("shared, ")[2],
-            )
-        )  # fmt: skip
+        code = ("",) * 5
+        if "code" in row:
+            occupancy, in_flight = f"{100 * row['occupancy']:.0f}", f"{row['bytes_in_flight'] >> 10} KB"
+            accesses = row["code"].partition("shared, ")[2]
+            code = row["registers"], row["spill_bytes"], occupancy, in_flight, accesses
+        moved = f"{row['moved_bytes'] / 1e6:.1f}", f"{row['moved_bytes'] / row['floor_bytes']:.3f}"
+        print(_COLUMNS.format(row["op"], row["shape"], *moved, *code))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +127,7 @@ class KernelsBenchConfig(Options):
     )
     dtype: str = option("bfloat16", "of the tensors", choices=("bfloat16", "float16", "float32"))
     arch: int = option(90, "compute capability to compile for", choices=(80, 90, 100))
+    code: bool = option(True, "compile nothing, and count bytes alone")
     launch: bool = option(True, "leave the host time of a launch out, the one figure that is measured")
 
     def __post_init__(self) -> None:
@@ -135,17 +138,18 @@ class KernelsBenchConfig(Options):
 
 def main(argv: list[str]) -> int:
     """Count, compile and print."""
-    sweeps = {"hidden": (64, 512, 4096, 65536), "rows": (64, 1024, 8192, 65536)}
+    sweeps = {"hidden": (64, 512, 4096, 65536), "rows": (64, 512, 4096, 65536)}
     return run("kernels", argv, KernelsBenchConfig, results, description=__doc__, sweeps=sweeps, show=None)
 
 
 def results(config: KernelsBenchConfig) -> Iterator[Result]:
     """Of each op at each size the bytes and what its code uses, printed in a table; and the cost of a launch."""
-    print("No kernel runs here and none of their times is measured: bytes are counted, code is read as compiled for "
-          f"sm_{config.arch}.")  # fmt: skip
+    print("No kernel runs here and none of their times is measured: bytes are counted"
+          + (f", code is read as compiled for sm_{config.arch}." if config.code else "."))  # fmt: skip
     with tempfile.TemporaryDirectory() as cache, mock.patch.dict("os.environ", TRITON_CACHE_DIR=cache):
         for hidden in config.hidden:
-            rows = compiled(config.rows, hidden, getattr(torch, config.dtype), config.arch)
+            arch = config.arch if config.code else None
+            rows = counted_ops(config.rows, hidden, getattr(torch, config.dtype), arch)
             _print(rows)
             for row in rows:
                 yield from _results(row, config, hidden)
@@ -163,8 +167,10 @@ def _results(row: dict[str, Any], config: KernelsBenchConfig, hidden: int) -> It
     found = functools.partial(counted, row["op"], OURS, note=row["shape"])
     yield found("moved", "bytes", row["moved_bytes"], floor=row["floor_bytes"], **size)
     yield found("launches", "launches", row["launches"], **size)
+    if not config.code:
+        return
     size["arch"] = config.arch
     yield found("registers", "registers", row["registers"], **size)
     yield found("spilled", "bytes", row["spill_bytes"], **size)
     yield found("occupancy", "of the warps", row["occupancy"], better="higher", **size)
-    yield found("in flight", "bytes", row["bytes_in_flight"], better="higher", **size)
+    yield found("loads in flight", "bytes", row["bytes_in_flight"], better="higher", **size)
