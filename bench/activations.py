@@ -19,7 +19,7 @@ import torch.distributed as dist
 from trimegatron.bench.models import gpt2_spec
 from trimegatron.bench.results import OURS, Result, counted
 from trimegatron.bench.runner import run
-from trimegatron.config.options import Options, option
+from trimegatron.config.options import Options, fail, kebab, option
 from trimegatron.mesh import Axis
 from trimegatron.model.gpt import GPTStage
 from trimegatron.model.init import initialize
@@ -47,6 +47,14 @@ class ActivationsConfig(Options):
         "whose forward passes to count; triton needs TRITON_INTERPRET=1 here, and small sizes",
         choices=("triton", "reference"),
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        heads, ranks = "num_attention_heads", "tensor_model_parallel_size"
+        for name, divisor in (("hidden_size", heads), ("num_attention_heads", ranks), ("seq_length", ranks)):
+            if getattr(self, name) % getattr(self, divisor):
+                rule = f"must be a multiple of {kebab(divisor)} ({getattr(self, divisor)})"
+                fail(name, getattr(self, name), rule, way_out="Change one of the two.")
 
 
 class Kept(NamedTuple):

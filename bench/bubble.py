@@ -58,7 +58,7 @@ class Bubble:
 
 def main(argv: list[str]) -> int:
     """Simulate and report."""
-    sweeps = {"micro_batches": (8, 80, 800, 8000)}
+    sweeps = {"micro_batches": (8, 80, 800)}
     return run("bubble", argv, BubbleBenchConfig, results, description=__doc__, sweeps=sweeps, show=None)
 
 

@@ -117,10 +117,12 @@ class Run:
 
 def write_run(run: Run, path: Path | None) -> None:
     """Check as a reader would, and write the file if there is to be one."""
-    found = {"format": FORMAT} | asdict(run)
+    found: dict[str, Any] = {"format": FORMAT} | asdict(run)
     check(found, "this run")
     if path is not None:
-        write_atomically(path, json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+        cases = ",\n  ".join(json.dumps(case, ensure_ascii=False) for case in found.pop("cases"))
+        head = json.dumps(found, indent=1, ensure_ascii=False).removesuffix("\n}")
+        write_atomically(path, f'{head},\n "cases": [\n  {cases}\n ]\n}}\n')
 
 
 def read_run(path: Path) -> Run:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from trimegatron.bench.results import Parameter, Result
 
@@ -26,10 +27,10 @@ def show_number(value: float) -> str:
 
 
 def show_parameters(parameters: Mapping[str, Parameter]) -> str:
-    return ", ".join(f"{name.replace('_', ' ')} {_show_parameter(value)}" for name, value in parameters.items())
+    return ", ".join(f"{name.replace('_', ' ')} {show_parameter(value)}" for name, value in parameters.items())
 
 
-def _show_parameter(value: Parameter) -> str:
+def show_parameter(value: Parameter) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     return f"{value:,}" if isinstance(value, int) else f"{value:g}" if isinstance(value, float) else value
@@ -44,12 +45,22 @@ def show_share(result: Result) -> str:
     return f"{result.median / result.floor:.1%} of the most"
 
 
+def show_range(result: Result) -> str:
+    """The median, and the least and the most of several values: ``12.3 ms (12.1 ms to 13 ms)``."""
+    shown = show_value(result.median, result.unit)
+    if len(result.values) == 1:
+        return shown
+    return f"{shown} ({show_value(min(result.values), result.unit)} to {show_value(max(result.values), result.unit)})"
+
+
+def show_machine(machine: Mapping[str, Any]) -> str:
+    """GPU, processor and cores."""
+    cpu = f"{machine.get('cpu', 'unknown processor')}, {machine.get('cores', '?')} cores"
+    return f"{machine['gpu']}; {cpu}" if machine.get("gpu") else cpu
+
+
 def show_result(result: Result) -> str:
     """One line of a benchmark's output."""
     name = f"{result.case}, {result.variant}, {result.figure}"
-    spread = ""
-    if len(result.values) > 1:
-        ends = (show_value(end, result.unit) for end in (min(result.values), max(result.values)))
-        spread = "({} to {})".format(*ends)
-    parts = [show_value(result.median, result.unit), spread, show_share(result), result.note]
+    parts = [show_range(result), show_share(result), result.note]
     return f"{name:60} {'  '.join(part for part in parts if part)}  [{show_parameters(result.parameters)}]"
