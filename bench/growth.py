@@ -85,7 +85,7 @@ def describe_growth(results: Iterable[Result]) -> Iterator[str]:
             fixed = ", ".join(f"{name} {value}" for name, value in g.fixed.items())
             (first, _), (last, _) = g.points[0], g.points[-1]
             what = f"{g.first.case}, {g.first.variant}, {g.first.figure}"
-            grows = f"∝ {g.dimension}^{g.slope:.2f} from {first:,g} to {last:,g}"
+            grows = f"∝ {g.dimension}^{g.slope:.2f} from {first:,.12g} to {last:,.12g}"
             yield f"{what} {grows}" + (f" ({fixed})" if fixed else "")
     others = sum(not g.is_power for g in found)
     if others:

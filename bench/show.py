@@ -15,10 +15,13 @@ _PREFIXES = {
 
 def show_value(value: float, unit: str) -> str:
     """Three to four digits and the unit: ``12.3 ms``, ``1,234 samples/s``."""
-    for size, prefixed in _PREFIXES.get(unit, ()):
-        if abs(value) >= size:
-            return f"{show_number(value / size)} {prefixed}"
-    return f"{show_number(value)} {unit}".rstrip()
+    size, prefixed = _prefix(value, unit)
+    return f"{show_number(value / size)} {prefixed}".rstrip()
+
+
+def _prefix(value: float, unit: str) -> tuple[float, str]:
+    """The unit to show a value in, and how many of the unit it is."""
+    return next((prefix for prefix in _PREFIXES.get(unit, ()) if abs(value) >= prefix[0]), (1.0, unit))
 
 
 def show_number(value: float) -> str:
@@ -46,11 +49,12 @@ def show_share(result: Result) -> str:
 
 
 def show_range(result: Result) -> str:
-    """The median, and the least and the most of several values: ``12.3 ms (12.1 ms to 13 ms)``."""
+    """The median, and the least and the most of several values: ``12.3 ms (12.1 to 13)``."""
     shown = show_value(result.median, result.unit)
     if len(result.values) == 1:
         return shown
-    return f"{shown} ({show_value(min(result.values), result.unit)} to {show_value(max(result.values), result.unit)})"
+    size, _ = _prefix(result.median, result.unit)
+    return f"{shown} ({show_number(min(result.values) / size)} to {show_number(max(result.values) / size)})"
 
 
 def show_machine(machine: Mapping[str, Any]) -> str:

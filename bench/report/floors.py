@@ -18,9 +18,9 @@ def floor_shares(benchmarks: Benchmarks) -> list[Section]:
     """A table for each figure that has a floor: cases down, sizes across."""
     made = []
     for benchmark, results in benchmarks.items():
-        figures = dict.fromkeys((r.figure, r.unit, r.variant) for r in results if r.floor)
-        for figure, unit, variant in figures:
-            mine = [r for r in results if r.floor and (r.figure, r.unit, r.variant) == (figure, unit, variant)]
+        for figure, unit in dict.fromkeys((r.figure, r.unit) for r in results if r.floor):
+            mine = [r for r in results if r.floor and (r.figure, r.unit) == (figure, unit)]
+            variants = list(dict.fromkeys(r.variant for r in mine))
             across = column_parameter(mine)
             other = swept_otherwise(mine, across)
             mine = [r for r in mine if r.identity not in other]
@@ -28,17 +28,17 @@ def floor_shares(benchmarks: Benchmarks) -> list[Section]:
             down = [name for name in names if name != across]
             cells: dict[str, dict[str, Result]] = {}
             for r in sorted(mine, key=lambda r: order(r.parameters.get(across, ""))):
-                cells.setdefault(label(r.case, r.parameters, down), {})[
-                    show_parameter(r.parameters.get(across, ""))
-                ] = r
+                name = label(r.case, r.parameters, down) + (f", {r.variant}" if len(variants) > 1 else "")
+                cells.setdefault(name, {})[show_parameter(r.parameters.get(across, ""))] = r
             columns = list(dict.fromkeys(column for row in cells.values() for column in row))
             rows: list[list[str | Shade]] = [
                 [row, *(shade(found[column]) if column in found else "" for column in columns)]
                 for row, found in cells.items()
             ]
             heads = [f"{across.replace('_', ' ')} {column}" for column in columns] if across else [figure]
-            about = f"{kind_of(mine)} {variant}; 100 % is the best there can be. {show_parameters(shared)}".strip()
-            section = Section(f"{benchmark}: {figure}, share of the best there can be", [about.removesuffix(".") + "."])
+            about = f"{kind_of(mine)} {' and '.join(variants)}; 100 % is the best there can be."
+            about += f" {show_parameters(shared)}." if shared else ""
+            section = Section(f"{benchmark}: {figure}, share of the best there can be", [about])
             section.blocks.append(Table(["", *heads], rows))
             made.append(section)
     return made

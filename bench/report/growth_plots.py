@@ -29,7 +29,7 @@ def growth_sections(benchmarks: Benchmarks) -> list[Section]:
         section.blocks += [plot(group, names) for group in plots.values() if len(group) > 1]
         told = [growth for growth in found if growth.is_power and not growth.is_constant]
         if told:
-            header = ["case", "variant", "figure", "over", "from", "to", "slope"]
+            header = ["case", "figure", "over", "first → last", "slope"]
             section.blocks.append(Table(header, [slope_row(growth, names) for growth in told]))
         if len(told) < len(found):
             constant = sum(growth.is_constant for growth in found)
@@ -56,7 +56,7 @@ def slope_row(growth: Growth, names: Sequence[str]) -> list[str | Shade]:
     (first, low), (last, high) = growth.points[0], growth.points[-1]
     result = growth.first
     return [
-        label(result.case, growth.fixed, names), result.variant, result.figure,
-        f"{growth.dimension.replace('_', ' ')} {first:,g} to {last:,g}",
-        show_value(low, result.unit), show_value(high, result.unit), f"{growth.slope:.2f}",
+        label(result.case, growth.fixed, names), f"{result.figure}, {result.variant}",
+        f"{growth.dimension.replace('_', ' ')} {first:,.12g} to {last:,.12g}",
+        f"{show_value(low, result.unit)} → {show_value(high, result.unit)}", f"{growth.slope:.2f}",
     ]  # fmt: skip

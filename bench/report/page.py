@@ -20,8 +20,9 @@ h2 { font-size: 1.08rem; margin: 0 0 .3rem; }
 section { background: #fff; border: 1px solid #dfe3e8; border-radius: 8px; padding: 12px 14px; margin: 12px 0; }
 section.bad { border-left: 6px solid #b3261e; } section.good { border-left: 6px solid #1e7d34; }
 p { margin: .25rem 0 .5rem; color: #4a545e; } header p { color: #1c2126; }
-nav { display: flex; flex-wrap: wrap; gap: 6px; margin: 10px 0; }
-nav a { background: #e6ebf2; border-radius: 12px; padding: 3px 10px; color: #123f7a; text-decoration: none; }
+nav { display: flex; overflow-x: auto; gap: 6px; margin: 10px 0; padding-bottom: 4px; }
+nav a { background: #e6ebf2; border-radius: 12px; padding: 3px 10px; color: #123f7a; text-decoration: none;
+  white-space: nowrap; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-size: 13.5px; font-variant-numeric: tabular-nums; }
 th, td { text-align: left; padding: 3px 9px; border-bottom: 1px solid #e7eaee; vertical-align: top; }
@@ -30,7 +31,7 @@ td.shade { text-align: right; white-space: nowrap; }
 .group { margin: .55rem 0 .8rem; } .group > b { font-weight: 600; } .group > span { color: #4a545e; font-size: 13.5px; }
 .chip { border-radius: 10px; padding: 1px 8px; font-size: 13px; white-space: nowrap; }
 .chip.good { background: #d9f0dd; color: #12501f; } .chip.bad { background: #fbdcd9; color: #7d1710; }
-.bar { display: grid; grid-template-columns: 15rem 1fr 17rem; gap: 2px 10px; align-items: center; }
+.bar { display: grid; grid-template-columns: 14rem 1fr 21rem; gap: 2px 10px; align-items: center; }
 .bar svg { width: 100%; height: 13px; display: block; background: #eef1f4; border-radius: 3px; }
 .bar .value { font-variant-numeric: tabular-nums; font-size: 13.5px; }
 .plots { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 440px), 1fr)); gap: 14px; }
@@ -42,7 +43,8 @@ details > summary { cursor: pointer; color: #123f7a; padding: 5px 0; }
 @media (max-width: 640px) {
   body { padding: 6px; } section { padding: 9px 9px; }
   .bar { grid-template-columns: 1fr auto; margin-bottom: 5px; } .bar svg { grid-row: 2; grid-column: 1 / 3; }
-  .bar .value { text-align: right; }
+  .bar .value { text-align: right; } th, td { padding: 3px 5px; } th { white-space: normal; }
+  td:first-child { max-width: 42vw; overflow-wrap: anywhere; }
 }
 """
 

@@ -12,6 +12,7 @@ from trimegatron.bench.report.floors import floor_shares, share_of_floor
 from trimegatron.bench.report.growth_plots import growth_sections
 from trimegatron.bench.report.labels import Benchmarks, label, split_parameters
 from trimegatron.bench.report.roofline import roofline
+from trimegatron.bench.results import OURS
 from trimegatron.bench.show import show_machine, show_parameters, show_range, show_value
 
 
@@ -68,13 +69,13 @@ def change_section(comparison: Comparison) -> Section:
         for change in sorted(changes, key=lambda change: -abs(change.worsening / (change.before.median or 1))):
             now = change.now
             rows.append([
-                Shade(0.0 if word == "WORSE" else 1.0, word), change.benchmark,
-                label(now.case, now.parameters, now.parameters), now.variant, now.figure,
-                show_value(change.before.median, now.unit), show_value(now.median, now.unit),
-                change.difference_text, change.noise_text,
+                Shade(0.0 if word == "WORSE" else 1.0, f"{word} {change.difference_text}"),
+                f"{change.benchmark}: {label(now.case, now.parameters, now.parameters)}",
+                f"{now.figure}, {now.variant}",
+                f"{show_value(change.before.median, now.unit)} → {show_value(now.median, now.unit)}", change.noise_text,
             ])  # fmt: skip
     if rows:
-        header = ["", "benchmark", "case", "variant", "figure", "before", "now", "change", "noise"]
+        header = ["", "case", "figure", "before → now", "noise"]
         section.blocks.append(Table(header, rows))
     return section
 
@@ -84,30 +85,32 @@ def overview(benchmarks: Benchmarks) -> Section:
     section = Section("At a glance")
     rows: list[list[str | Shade]] = []
     for benchmark, results in benchmarks.items():
-        compared: dict[str, list[Bars]] = {}
+        compared: dict[tuple[str, str], list[Bars]] = {}
         for group in beside_others(results, with_swept=True):
-            compared.setdefault(group[0].figure, []).append(bars(group, []))
-        for figure, groups in compared.items():
+            made = bars(group, [])
+            others = ", ".join(bar.variant for bar in made.bars if not bar.is_ours)
+            compared.setdefault((made.figure, others), []).append(made)
+        for (figure, others), groups in compared.items():
             counts = [sum(group.verdict.endswith(word) for group in groups) for word in ("better", "equal", "worse")]
             gains = sorted(group.gain for group in groups)
-            others = dict.fromkeys(bar.variant for group in groups for bar in group.bars if not bar.is_ours)
-            middle = f"{statistics.median(gains):.2f} × ({gains[0]:.2f} to {gains[-1]:.2f})"
-            share = 1.0 - counts[2] / len(groups)
-            rows.append(
-                [benchmark, figure, ", ".join(others), *map(str, counts[:2]), Shade(share, str(counts[2])), middle]
-            )
+            middle = f"{statistics.median(gains):.2f} × ({gains[0]:.2f} to {gains[-1]:.2f})".replace("inf", "∞")
+            good = Shade(1.0 - counts[2] / len(groups), " / ".join(map(str, counts)))
+            rows.append([f"{benchmark}: {figure}", middle, good, others])
         floors: dict[str, list[float]] = {}
         for result in results:
-            if result.floor:
+            if result.floor and result.variant.startswith(OURS):
                 floors.setdefault(result.figure, []).append(share_of_floor(result))
         for figure, shares in floors.items():
-            middle = f"{statistics.median(shares):.1%} of it ({min(shares):.1%} to {max(shares):.1%})"
-            rows.append(
-                [benchmark, figure, "the best there can be", "", str(sum(s >= 0.995 for s in shares)), "", middle]
-            )
-    header = ["benchmark", "figure", "beside", "better", "equal", "worse", "how much, in the middle (all)"]
+            middle = f"{statistics.median(shares):.1%} ({min(shares):.1%} to {max(shares):.1%})"
+            equal = sum(share >= 0.995 for share in shares)
+            good = Shade(statistics.median(shares), f"0 / {equal} / {len(shares) - equal}")
+            rows.append([f"{benchmark}: {figure}", middle, good, "the best there can be"])
+    header = ["", "ours in the middle (of all)", "better / equal / worse", "beside"]
     if rows:
-        section.lines = ["Cases in which ours is better than the best of the others, equal within 0.5 %, or worse."]
+        section.lines = [
+            "How many times better ours is than the best of the others, and what share it has of the best there can "
+            "be; in how many cases it is better, equal within 0.5 %, or worse."
+        ]
         section.blocks.append(Table(header, rows))
     else:
         section.lines = ["Nothing here stands beside anything else."]

@@ -175,7 +175,7 @@ def test_plots_without_data_are_left_out_and_said_so(tmp_path: Path, capsys: pyt
     assert (
         out.count("Left out: ") == 4
         and "nothing was swept" in out
-        and "| step | trimegatron | time | 1.5 s (1 s to 2 s)" in out
+        and "| step | trimegatron | time | 1.5 s (1 to 2)" in out
     )
 
 

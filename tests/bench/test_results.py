@@ -47,7 +47,7 @@ def test_a_run_is_read_as_it_was_written(tmp_path: Path, capsys: pytest.CaptureF
     assert found.versions["pytest"] == pytest.__version__ and found.machine["cores"] >= 1
     assert read_runs([tmp_path, out]) == [found, found]
     printed = capsys.readouterr().out
-    assert "200 bytes  25.000 × the least" in printed and "3 ms  (2 ms to 5 ms)" in printed and "3 figures" in printed
+    assert "200 bytes  25.000 × the least" in printed and "3 ms (2 to 5)" in printed and "3 figures" in printed
 
 
 def test_a_sweep_and_its_slope(tmp_path: Path, capsys: pytest.CaptureFixture):
@@ -55,7 +55,7 @@ def test_a_sweep_and_its_slope(tmp_path: Path, capsys: pytest.CaptureFixture):
     assert run("--sweep", "size", "--out", str(out), sweeps={"size": (1, 10, 1000)}) == 0
     assert "square, trimegatron, moved ∝ size^2.00 from 1 to 1,000 (many 2)" in capsys.readouterr().out
     assert [case.parameters["size"] for case in read_run(out).cases[::3]] == [1, 10, 1000]
-    assert {(g.dimension, g.case) for g in growths(read_run(out).cases)} == {("size", "square"), ("size", "wait")}
+    assert {(g.dimension, g.first.case) for g in growths(read_run(out).cases)} == {("size", "square"), ("size", "wait")}
     assert run("--sweep", "many", "3", "30", "300") == 0
     assert "moved ∝ many^0.00 from 3 to 300" in capsys.readouterr().out
     for words, message in (
