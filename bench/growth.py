@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from trimegatron.bench.labels import label, split_parameters
 from trimegatron.bench.results import Parameter, Result
 
 MIN_POINTS = 3
@@ -78,15 +79,19 @@ def growths(results: Iterable[Result]) -> list[Growth]:
 
 
 def describe_growth(results: Iterable[Result]) -> Iterator[str]:
-    """A line for each that is a power."""
+    """A line for each that grows or falls by a power, and one for all others."""
     found = growths(results)
-    for g in found:
-        if g.is_power:
-            fixed = ", ".join(f"{name} {value}" for name, value in g.fixed.items())
-            (first, _), (last, _) = g.points[0], g.points[-1]
-            what = f"{g.first.case}, {g.first.variant}, {g.first.figure}"
-            grows = f"∝ {g.dimension}^{g.slope:.2f} from {first:,.12g} to {last:,.12g}"
-            yield f"{what} {grows}" + (f" ({fixed})" if fixed else "")
-    others = sum(not g.is_power for g in found)
-    if others:
-        yield f"{others} more series follow no power of what was swept"
+    told = [growth for growth in found if growth.is_power and not growth.is_constant]
+    _, names = split_parameters([growth.fixed for growth in found])
+    for g in told:
+        what = label(f"{g.first.case}, {g.first.variant}, {g.first.figure}", g.fixed, names)
+        yield f"{what} ∝ {g.dimension}^{g.slope:.2f} from {g.points[0][0]:,.12g} to {g.points[-1][0]:,.12g}"
+    if len(told) < len(found):
+        yield describe_others(found)
+
+
+def describe_others(found: Sequence[Growth]) -> str:
+    """Those whose slope says nothing."""
+    constant = sum(growth.is_constant for growth in found)
+    others = sum(not growth.is_power for growth in found)
+    return f"{constant} of {len(found)} series do not change, {others} follow no power of what was swept"

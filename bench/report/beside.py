@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from trimegatron.bench.growth import growths
+from trimegatron.bench.labels import Benchmarks, kind_of, split_parameters
 from trimegatron.bench.report.blocks import Bar, Bars, Section
-from trimegatron.bench.report.labels import Benchmarks, kind_of, split_parameters
 from trimegatron.bench.results import OURS, Result
 from trimegatron.bench.show import show_parameters, show_range
 

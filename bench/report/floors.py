@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from trimegatron.bench.growth import growths
+from trimegatron.bench.labels import Benchmarks, kind_of, label, split_parameters
 from trimegatron.bench.report.blocks import Section, Shade, Table
-from trimegatron.bench.report.labels import Benchmarks, kind_of, label, split_parameters
 from trimegatron.bench.results import Parameter, Result
 from trimegatron.bench.show import show_parameter, show_parameters
 

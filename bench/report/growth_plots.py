@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from trimegatron.bench.growth import Growth, growths
+from trimegatron.bench.growth import Growth, describe_others, growths
+from trimegatron.bench.labels import Benchmarks, label, split_parameters
 from trimegatron.bench.report.blocks import Line, Plot, Section, Shade, Table
-from trimegatron.bench.report.labels import Benchmarks, label, split_parameters
 from trimegatron.bench.show import show_parameters, show_value
 
 
@@ -26,17 +26,17 @@ def growth_sections(benchmarks: Benchmarks) -> list[Section]:
         section = Section(f"{benchmark}: growth", ["Both axes are logarithmic."])
         if shared:
             section.lines.append(f"{show_parameters(shared)}.")
-        section.blocks += [plot(group, names) for group in plots.values() if len(group) > 1]
+        section.blocks += [
+            plot(group, names)
+            for group in plots.values()
+            if len(group) > 1 and not all(growth.is_constant for growth in group)
+        ]
         told = [growth for growth in found if growth.is_power and not growth.is_constant]
         if told:
             header = ["case", "figure", "over", "first → last", "slope"]
             section.blocks.append(Table(header, [slope_row(growth, names) for growth in told]))
         if len(told) < len(found):
-            constant = sum(growth.is_constant for growth in found)
-            section.lines.append(
-                f"Of {len(found)} series {constant} do not change and {len(found) - len(told) - constant} follow no "
-                "power of what was swept; the table of slopes has the others."
-            )
+            section.lines.append(f"{describe_others(found)}; the table of slopes has the others.")
         made.append(section)
     return made
 

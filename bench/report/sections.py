@@ -5,12 +5,12 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping
 
+from trimegatron.bench.labels import Benchmarks, label, split_parameters
 from trimegatron.bench.report.beside import bars, beside_others, side_by_side
 from trimegatron.bench.report.blocks import Bars, Section, Shade, Table
 from trimegatron.bench.report.comparison import Comparison, Found, Key
 from trimegatron.bench.report.floors import floor_shares, share_of_floor
 from trimegatron.bench.report.growth_plots import growth_sections
-from trimegatron.bench.report.labels import Benchmarks, label, split_parameters
 from trimegatron.bench.report.roofline import roofline
 from trimegatron.bench.results import OURS
 from trimegatron.bench.show import show_machine, show_parameters, show_range, show_value

@@ -53,11 +53,11 @@ def test_a_run_is_read_as_it_was_written(tmp_path: Path, capsys: pytest.CaptureF
 def test_a_sweep_and_its_slope(tmp_path: Path, capsys: pytest.CaptureFixture):
     out = tmp_path / "a.json"
     assert run("--sweep", "size", "--out", str(out), sweeps={"size": (1, 10, 1000)}) == 0
-    assert "square, trimegatron, moved ∝ size^2.00 from 1 to 1,000 (many 2)" in capsys.readouterr().out
+    assert "square, trimegatron, moved · many 2 ∝ size^2.00 from 1 to 1,000" in capsys.readouterr().out
     assert [case.parameters["size"] for case in read_run(out).cases[::3]] == [1, 10, 1000]
     assert {(g.dimension, g.first.case) for g in growths(read_run(out).cases)} == {("size", "square"), ("size", "wait")}
     assert run("--sweep", "many", "3", "30", "300") == 0
-    assert "moved ∝ many^0.00 from 3 to 300" in capsys.readouterr().out
+    assert "2 of 2 series do not change, 0 follow no power of what was swept" in capsys.readouterr().out
     for words, message in (
         (["width"], r"--sweep \(width\) must be a whole-number option of this benchmark: size, many"),
         (["many"], "needs values"),
