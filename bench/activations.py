@@ -68,7 +68,7 @@ class Kept(NamedTuple):
 
 def main(argv: list[str]) -> int:
     """Count every combination, and list what the default keeps."""
-    sweeps = {"seq_length": (8, 80, 800, 8000), "hidden_size": (24, 240, 2400)}
+    sweeps = {"seq_length": (8, 64, 512, 4096), "hidden_size": (24, 240, 2400)}
     return run("activations", argv, ActivationsConfig, results, description=__doc__, sweeps=sweeps, show=None)
 
 
