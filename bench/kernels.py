@@ -1,8 +1,9 @@
 """``trimegatron bench kernels``: what the kernels move and use, as compiled for a GPU that need not be here.
 
 Counts bytes against the least an op must move, reads registers, spills, occupancy and access widths out of the compiled
-code, and measures the host's side of a launch with a stub in place of the driver. It measures no kernel's time:
-``python -m trimegatron.bench.device_check`` does, on a GPU.
+code, holds the least time of its instructions against that of its bytes (``pipes.py``), and measures the host's side of
+a launch with a stub in place of the driver. It measures no kernel's time: ``python -m trimegatron.bench.device_check``
+does, on a GPU.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from trimegatron.config.options import Options, fail, option
 
 _ROUNDS = 5
 _WAYS = {"launcher": "the compiled kernel's launcher", "static": OURS, "dispatch": "Triton's dispatch"}
-_COLUMNS = "{:<28}{:>26}{:>10}{:>7}{:>6}{:>7}{:>7}{:>10}  {}"
+_COLUMNS = "{:<37}{:>26}{:>10}{:>7}{:>6}{:>7}{:>7}{:>10}{:>17}  {}"
 
 
 def counted_ops(rows: int, hidden: int, dtype: torch.dtype, arch: int | None) -> list[dict[str, Any]]:
     """Of each op at this shape: bytes, and what the code of its first kernel uses; ``arch`` None: bytes alone."""
-    from trimegatron.bench import aot, kernel_cases
-    from trimegatron.bench.traffic import moved_bytes
+    from trimegatron.bench import aot, kernel_cases, pipes
+    from trimegatron.bench.traffic import limits, moved_bytes
 
     found = []
     for case in kernel_cases.cases(rows, hidden, dtype, "meta"):
@@ -42,9 +43,12 @@ def counted_ops(rows: int, hidden: int, dtype: torch.dtype, arch: int | None) ->
         }  # fmt: skip
         if arch is not None:
             code = aot.measure(launches[0], arch)
+            devices = pipes.DEVICES.items() if arch == 90 else ()
+            bounds = {name: limits(launches[0], code, device) for name, device in devices}
             row |= {
                 "registers": code.registers, "spill_bytes": code.spill_bytes, "occupancy": code.occupancy,
                 "bytes_in_flight": code.bytes_in_flight, "code": str(code),
+                "busy": {name: (bound.pipe, bound.share) for name, bound in bounds.items()},
             }  # fmt: skip
         found.append(row)
     return found
@@ -106,13 +110,18 @@ def _launch_cost(kernel: Any) -> dict[str, list[float]]:
 
 
 def _print(found: list[dict[str, Any]]) -> None:
-    print(_COLUMNS.format("op", "shape", "MB", "/floor", "regs", "spill", "occ %", "in flight", "accesses (bits)"))
+    print(
+        _COLUMNS.format(
+            "op", "shape", "MB", "/floor", "regs", "spill", "occ %", "in flight", "busy on H200", "accesses (bits)"
+        )
+    )
     for row in found:
-        code = ("",) * 5
+        code: tuple[Any, ...] = ("",) * 6
         if "code" in row:
             occupancy, in_flight = f"{100 * row['occupancy']:.0f}", f"{row['bytes_in_flight'] >> 10} KB"
+            busy = "{} {:.2f}".format(*row["busy"]["H200"]) if row["busy"] else "-"
             accesses = row["code"].partition("shared, ")[2]
-            code = row["registers"], row["spill_bytes"], occupancy, in_flight, accesses
+            code = row["registers"], row["spill_bytes"], occupancy, in_flight, busy, accesses
         moved = f"{row['moved_bytes'] / 1e6:.1f}", f"{row['moved_bytes'] / row['floor_bytes']:.3f}"
         print(_COLUMNS.format(row["op"], row["shape"], *moved, *code))
 
@@ -174,3 +183,6 @@ def _results(row: dict[str, Any], config: KernelsBenchConfig, hidden: int) -> It
     yield found("spilled", "bytes", row["spill_bytes"], **size)
     yield found("occupancy", "of the warps", row["occupancy"], better="higher", **size)
     yield found("loads in flight", "bytes", row["bytes_in_flight"], better="higher", **size)
+    for device, (pipe, share) in row["busy"].items():
+        name = f"instructions on a {device}"
+        yield counted(row["op"], OURS, name, "of the bytes' time", share, note=f"most on the pipe {pipe}", **size)
