@@ -53,12 +53,12 @@ def main(argv: list[str]) -> int:
     if config.readme:
         print(update_readme())
         return 0
-    outputs = output_files(config.out)
     found, superseded = merge(read_runs(config.results))
     comparison = None
     if config.baseline:
         comparison = compare(merge(read_runs(config.baseline))[0], found, config.tolerance)
     made, summary = sections(found, comparison), summarize(found, superseded)
+    outputs = output_files(config.out)
     if not outputs:
         print(markdown(made, TITLE, summary))
     for path in outputs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -77,4 +78,6 @@ def shade(result: Result) -> Shade:
 def share_of_floor(result: Result) -> float:
     """1 where the result is as good as can be."""
     assert result.floor
-    return result.floor / result.median if result.better == "lower" else result.median / result.floor
+    if result.better == "higher":
+        return result.median / result.floor
+    return result.floor / result.median if result.median else math.inf

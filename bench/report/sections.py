@@ -58,10 +58,8 @@ def change_section(comparison: Comparison) -> Section:
     section.is_good = not worse
     section.lines += [f"{len(found)} not compared: {reason}." for reason, found in comparison.unjudged.items()]
     if comparison.missing:
-        names = ", ".join(
-            label(r.case, {**r.parameters, "figure": r.figure}, ["figure"]) for r, _ in comparison.missing
-        )
-        section.lines.append(f"{len(comparison.missing)} of the baseline are missing now: {names}.")
+        names = ", ".join(dict.fromkeys(f"{r.case} ({r.figure})" for r, _ in comparison.missing))
+        section.lines.append(f"{len(comparison.missing)} of the baseline are missing now, of: {names}.")
     if comparison.added:
         section.lines.append(f"{len(comparison.added)} are new.")
     rows: list[list[str | Shade]] = []
