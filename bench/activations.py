@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 
 from trimegatron.bench.models import gpt2_spec
-from trimegatron.config.flags import parse
-from trimegatron.config.options import Options, option
+from trimegatron.bench.results import OURS, Result, counted
+from trimegatron.bench.runner import run
+from trimegatron.config.options import Options, fail, kebab, option
 from trimegatron.mesh import Axis
 from trimegatron.model.gpt import GPTStage
 from trimegatron.model.init import initialize
@@ -47,6 +48,14 @@ class ActivationsConfig(Options):
         choices=("triton", "reference"),
     )
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        heads, ranks = "num_attention_heads", "tensor_model_parallel_size"
+        for name, divisor in (("hidden_size", heads), ("num_attention_heads", ranks), ("seq_length", ranks)):
+            if getattr(self, name) % getattr(self, divisor):
+                rule = f"must be a multiple of {kebab(divisor)} ({getattr(self, divisor)})"
+                fail(name, getattr(self, name), rule, way_out="Change one of the two.")
+
 
 class Kept(NamedTuple):
     """One storage kept for backward."""
@@ -59,7 +68,12 @@ class Kept(NamedTuple):
 
 def main(argv: list[str]) -> int:
     """Count every combination, and list what the default keeps."""
-    (config,) = parse(argv, ActivationsConfig, prog="trimegatron bench activations", description=__doc__ or "")
+    sweeps = {"seq_length": (8, 64, 512, 4096), "hidden_size": (24, 240, 2400)}
+    return run("activations", argv, ActivationsConfig, results, description=__doc__, sweeps=sweeps, show=None)
+
+
+def results(config: ActivationsConfig) -> Iterator[Result]:
+    """Ours and Megatron's formula for each combination, printed in a table."""
     t = config.tensor_model_parallel_size
     unit = config.seq_length * config.micro_batch_size * config.hidden_size
     print(f"{'tensor parallel':18}{'dropout':23}{'recompute':11}{'kept':>8}{'Megatron':>10}   bytes / (s·b·h)")
@@ -72,14 +86,20 @@ def main(argv: list[str]) -> int:
             kept = kept_by_a_layer(spec, config.seq_length, config.micro_batch_size)
         layout = f"{size}{', sequence too' if sequence_parallel else ''}"
         masks = "hidden {:g}, core {:g}".format(*dropout)
-        ours = sum(tensor.num_bytes for tensor in kept) / unit
-        print(f"{layout:18}{masks:23}{name:11}{ours:8.2f}{megatron(spec, config.seq_length):10.2f}")
+        ours, formula = sum(tensor.num_bytes for tensor in kept) / unit, megatron(spec, config.seq_length)
+        print(f"{layout:18}{masks:23}{name:11}{ours:8.2f}{formula:10.2f}")
+        for variant, value in ((OURS, ours), ("Megatron-LM's formula", formula)):
+            yield counted(
+                "kept by a layer", variant, "activations", "bytes / (s·b·h)", value,
+                hidden_dropout=dropout[0], attention_dropout=dropout[1], recompute=name, tensor_parallel=size,
+                sequence_parallel=sequence_parallel, hidden_size=config.hidden_size, seq_length=config.seq_length,
+                num_attention_heads=config.num_attention_heads, micro_batch_size=config.micro_batch_size,
+            )  # fmt: skip
         if (size, dropout, name) == (1, (0.0, 0.0), "nothing"):
             default = kept
     print("\nkept on one rank without dropout and recomputation:")
     for tensor in default:
         print(f"{tensor.num_bytes / unit:8.3f}  {str(tensor.dtype).removeprefix('torch.'):9} {list(tensor.shape)}")
-    return 0
 
 
 def layer_spec(

@@ -7,10 +7,11 @@ Every stage takes as long as every other, and messages take no time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from trimegatron.config.flags import parse
+from trimegatron.bench.results import OURS, Result, counted
+from trimegatron.bench.runner import run
 from trimegatron.config.options import Options, fail, option
 from trimegatron.pipeline_parallel.engine import Action, action_order
 
@@ -57,7 +58,12 @@ class Bubble:
 
 def main(argv: list[str]) -> int:
     """Simulate and report."""
-    (config,) = parse(argv, BubbleBenchConfig, prog="trimegatron bench bubble", description=__doc__ or "")
+    sweeps = {"micro_batches": (8, 80, 800)}
+    return run("bubble", argv, BubbleBenchConfig, results, description=__doc__, sweeps=sweeps, show=None)
+
+
+def results(config: BubbleBenchConfig) -> Iterator[Result]:
+    """Each schedule at each size, printed in a table."""
     print("schedule     ranks  stages/rank  micro-batches  backward/forward   bubble  (p-1)/(m v)  ratio")
     for backward_time in config.backward_time:
         for schedule in SCHEDULES:
@@ -70,7 +76,11 @@ def main(argv: list[str]) -> int:
                             f"{b.backward_time:>17g} {b.simulated:>8.2%} {b.formula:>12.2%} "
                             f"{b.simulated / b.formula:>6.3f}"
                         )
-    return 0
+                        yield counted(
+                            b.schedule, OURS, "bubble", "of the computing time", b.simulated, floor=b.formula,
+                            ranks=num_ranks, stages_per_rank=num_chunks, micro_batches=num_micro_batches,
+                            backward_time=backward_time,
+                        )  # fmt: skip
 
 
 def measure(

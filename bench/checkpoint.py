@@ -1,17 +1,17 @@
 """``trimegatron bench checkpoint``: time and memory of saving and loading a model with its optimizer state, beside the
 speed at which the disk writes and flushes, and reads, as many bytes.
 
-Each figure is of a process of its own, the kinds taking turns; of several rounds the fastest counts. What is read was
-dropped from the system's cache before.
+Each figure is of a process of its own, the kinds taking turns; of several rounds the table shows the fastest. What is
+read was dropped from the system's cache before.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,11 @@ import numpy as np
 import torch
 
 from trimegatron.bench.measure import Contender, Figures, in_turns, machine
+from trimegatron.bench.results import OURS, Result, measured
+from trimegatron.bench.runner import run
 from trimegatron.checkpoint.checkpoint import load_checkpoint
 from trimegatron.checkpoint.resume import choose_checkpoint
 from trimegatron.config import parse_train_args
-from trimegatron.config.flags import parse
 from trimegatron.config.options import Options, kebab, option
 from trimegatron.data.indexed_writer import IndexedDatasetWriter
 from trimegatron.mesh import Mesh
@@ -33,6 +34,14 @@ from trimegatron.tokenizer import build_tokenizer
 from trimegatron.train import build_trainer
 from trimegatron.trainer import Trainer
 
+CASES = {
+    "write": ("save", "the disk alone"),
+    "save": ("save", OURS),
+    "read": ("load", "the disk alone"),
+    "load": ("load", OURS),
+    "load, hashes not compared": ("load", f"{OURS}, hashes not compared"),
+}
+"""What is run → the case and the variant."""
 PIECE = 1 << 24
 """Bytes of one write or read of the raw test."""
 
@@ -54,14 +63,29 @@ class CheckpointBenchConfig(Options):
 
 def main(argv: list[str]) -> int:
     """Measure in turns, report."""
-    (config,) = parse(argv, CheckpointBenchConfig, prog="trimegatron bench checkpoint", description=__doc__ or "")
+    sweeps = {"hidden_size": (48, 192, 768)}
+    return run(
+        "checkpoint", argv, CheckpointBenchConfig, results, description=__doc__, sweeps=sweeps,
+        packages=("safetensors",), show=None,
+    )  # fmt: skip
+
+
+def results(config: CheckpointBenchConfig) -> Iterator[Result]:
+    """Time and memory of each kind."""
     folder = Path(tempfile.mkdtemp(prefix="trimegatron-checkpoint-", dir=config.work_dir))
     try:
         figures = measure(config, folder)
     finally:
         shutil.rmtree(folder)
     print(report(figures))
-    return 0
+    sizes = {name: value for name, value in asdict(config).items() if name not in ("rounds", "work_dir")}
+    for kind, runs in figures.items():
+        case, variant = CASES[kind]
+        note = f"{runs[0]['bytes'] / 1e9:.3f} GB"
+        yield measured(case, variant, "time", "s", [run["seconds"] for run in runs], note=note, **sizes)
+        if variant != "the disk alone":
+            memory = [run["memory"] for run in runs]
+            yield measured(case, variant, "memory beyond the model", "bytes", memory, note=note, **sizes)
 
 
 def measure(config: CheckpointBenchConfig, folder: Path) -> dict[str, list[Figures]]:
@@ -86,16 +110,17 @@ def contender(function: str, **arguments: Any) -> Contender:
 def report(figures: dict[str, list[Figures]]) -> str:
     """Seconds, speed, ratio to the disk's own, and the memory beyond what was there before."""
     fastest = {name: min(runs, key=lambda run: run["seconds"]) for name, runs in figures.items()}
+    here = machine()
     lines = [
-        f"{json.dumps(machine())}",
+        f"{here['cpu']}, {here['cores']} cores, load {here['load_average'][0]:.1f}",
         f"{'':28} {'GB':>6} {'s':>8} {'GB/s':>6} {'ratio':>6} {'memory beyond, GB':>18}",
     ]
-    for name, run in fastest.items():
+    for name, best in fastest.items():
         disk = fastest["write" if name in ("write", "save") else "read"]
-        gigabytes = run["bytes"] / 1e9
+        gigabytes = best["bytes"] / 1e9
         lines.append(
-            f"{name:28} {gigabytes:6.3f} {run['seconds']:8.3f} {gigabytes / run['seconds']:6.2f} "
-            f"{run['seconds'] / disk['seconds']:6.2f} {run['memory'] / 1e9:18.3f}"
+            f"{name:28} {gigabytes:6.3f} {best['seconds']:8.3f} {gigabytes / best['seconds']:6.2f} "
+            f"{best['seconds'] / disk['seconds']:6.2f} {best['memory'] / 1e9:18.3f}"
         )
     return "\n".join(lines)
 

@@ -1,4 +1,4 @@
-"""``trimegatron bench NAME``."""
+"""``trimegatron bench NAME``, and ``trimegatron bench report RESULTS…``."""
 
 from __future__ import annotations
 
@@ -19,18 +19,23 @@ BENCHMARKS = {
     "step": "trimegatron.bench.step",
 }
 
+REPORT = "trimegatron.bench.report.command"
+
 
 def main(argv: list[str]) -> int:
-    """Run one benchmark."""
+    """Run one benchmark, or report on several."""
     names = ", ".join(BENCHMARKS)
     if argv and argv[0] in ("-h", "--help"):
         print(
             f"usage: trimegatron bench NAME [OPTION…]\nBenchmarks: {names}. "
-            "`trimegatron bench NAME --help` lists the options of one."
+            "`trimegatron bench NAME --help` lists the options of one.\n"
+            "`trimegatron bench report RESULTS…` makes tables and a page of what they wrote with --out."
         )
         return 0
-    if not argv or argv[0] not in BENCHMARKS:
+    commands = BENCHMARKS | {"report": REPORT}
+    if not argv or argv[0] not in commands:
         raise ConfigError(
-            f"trimegatron bench needs the name of a benchmark, got {argv[0] if argv else 'nothing'!r}. Names: {names}"
+            f"trimegatron bench needs the name of a benchmark, or report, got {argv[0] if argv else 'nothing'!r}. "
+            f"Names: {names}"
         )
-    return import_module(BENCHMARKS[argv[0]]).main(argv[1:])
+    return import_module(commands[argv[0]]).main(argv[1:])

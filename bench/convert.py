@@ -7,27 +7,34 @@ that it comes from the system's cache for all of them; what is written is flushe
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from trimegatron.bench.measure import Contender, Figures, check_equal, in_turns, machine, median, now, versions
-from trimegatron.config.flags import parse
+from trimegatron.bench.measure import Contender, Figures, check_equal, in_turns, machine, median
+from trimegatron.bench.results import OURS, Result, counted, measured
+from trimegatron.bench.runner import run
 from trimegatron.config.options import Options, option
 from trimegatron.errors import UserError
-from trimegatron.files import write_atomically
 
-PACKAGES = ("trimegatron", "numpy", "torch", "safetensors")
 RUNS = "trimegatron.bench.convert_runs"
 SIZES = {
     "small": {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 1003},
     "110m": {"num_layers": 12, "hidden_size": 768, "num_attention_heads": 12, "vocab_size": 32768},
     "1.5b": {"num_layers": 48, "hidden_size": 1600, "num_attention_heads": 25, "vocab_size": 50257},
 }
+CASES = {
+    "copy of the weights": ("to Hugging Face", "a copy of as many bytes"),
+    "ours to Hugging Face": ("to Hugging Face", f"{OURS}, from our checkpoint"),
+    "Megatron-LM to Hugging Face": ("to Hugging Face", f"{OURS}, from Megatron-LM's"),
+    "copy of everything": ("from Megatron-LM with the optimizer", "a copy of as many bytes"),
+    "Megatron-LM to ours": ("from Megatron-LM with the optimizer", OURS),
+}
+"""What is run → the case and the variant."""
 STAGES = {"1.5b": 8}
 """Pipeline stages of Megatron-LM's form, whose files are made one at a time in memory."""
 
@@ -42,14 +49,17 @@ class ConvertBenchConfig(Options):
     work_dir: str | None = option(
         None, "folder for the checkpoints, on the disk to measure", derived="a temporary one", metavar="DIR"
     )
-    out: str | None = option(None, "write all figures there, as JSON", metavar="FILE")
 
 
 def main(argv: list[str]) -> int:
-    """Make the checkpoints, run the conversions, print a table, write the figures."""
-    (config,) = parse(argv, ConvertBenchConfig, prog="trimegatron bench convert", description=__doc__ or "")
-    before = machine()
-    print(f"{before['cpu']}, {before['cores']} cores, load {before['load_average'][0]:.1f}")
+    """Make the checkpoints, run the conversions, print a table."""
+    return run("convert", argv, ConvertBenchConfig, results, description=__doc__, packages=("safetensors",), show=None)
+
+
+def results(config: ConvertBenchConfig) -> Iterator[Result]:
+    """Time and memory of each conversion and of the copies."""
+    here = machine()
+    print(f"{here['cpu']}, {here['cores']} cores, load {here['load_average'][0]:.1f}")
     with ExitStack() as stack:
         work = Path(config.work_dir or stack.enter_context(tempfile.TemporaryDirectory(prefix="trimegatron-bench-")))
         work.mkdir(parents=True, exist_ok=True)
@@ -58,21 +68,14 @@ def main(argv: list[str]) -> int:
         made = Contender(f"{RUNS}:make", arguments).run()
         print(f"checkpoint of {made['parameters'] / 1e6:,.1f} M parameters, {made['bytes'] / 1e6:,.0f} MB")
         figures = measure(work, made, config.rounds)
-    rows = report(figures)
-    if config.out is not None:
-        text = {
-            "benchmark": "convert",
-            "date": now(),
-            "machine": before | {"load_average_after": list(os.getloadavg())},
-            "versions": versions(*PACKAGES),
-            "options": {k: v for k, v in vars(config).items() if k not in ("out", "work_dir")},
-            "made": made,
-            "figures": figures,
-            "ratios": rows,
-        }
-        write_atomically(Path(config.out), json.dumps(text, indent=1) + "\n")
-        print(f"{config.out}: all figures")
-    return 0
+    report(figures)
+    for name, runs in figures.items():
+        case, variant = CASES[name]
+        about: dict[str, Any] = {"model": config.size, "optimizer": config.optimizer}
+        yield measured(case, variant, "time", "s", [run["seconds"] for run in runs], **about)
+        beyond = [1e6 * (run["peak_mb"] - run["imports_mb"]) for run in runs]
+        yield measured(case, variant, "memory beyond the imports", "bytes", beyond, **about)
+        yield counted(case, variant, "written", "bytes", round(1e6 * median(runs, "megabytes")), **about)
 
 
 def measure(work: Path, made: Figures, rounds: int) -> dict[str, list[Figures]]:
@@ -103,18 +106,16 @@ def measure(work: Path, made: Figures, rounds: int) -> dict[str, list[Figures]]:
     return figures
 
 
-def report(figures: dict[str, list[Figures]]) -> dict[str, float]:
-    """A line for each, and the ratio to the copy of the same bytes."""
-    ratios = {}
+def report(figures: dict[str, list[Figures]]) -> None:
+    """A line for each, with the ratio to the copy of the same bytes."""
     raw = ""
     for name, runs in figures.items():
         if name.startswith("copy"):
             raw = name
         seconds, megabytes = median(runs, "seconds"), median(runs, "megabytes")
-        ratios[name] = seconds / median(figures[raw], "seconds")
         print(
             f"  {name:28} {seconds:7.2f} s (min {min(run['seconds'] for run in runs):.2f}) for {megabytes:,.0f} MB "
-            f"written: {ratios[name]:.2f} × the copy; peak {median(runs, 'peak_mb'):,.0f} MB, "
-            f"{median(runs, 'peak_mb') - median(runs, 'imports_mb'):,.0f} MB beyond the imports"
+            f"written: {seconds / median(figures[raw], 'seconds'):.2f} × the copy; peak "
+            f"{median(runs, 'peak_mb'):,.0f} MB, {median(runs, 'peak_mb') - median(runs, 'imports_mb'):,.0f} MB beyond "
+            "the imports"
         )
-    return ratios

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,15 +29,15 @@ from trimegatron.bench.corpora import (
     write_random,
     write_sparse,
 )
-from trimegatron.bench.measure import Contender, Figures, check_equal, in_turns, machine, median, now, versions
-from trimegatron.config.flags import parse
+from trimegatron.bench.measure import Contender, Figures, check_equal, in_turns, machine, median
+from trimegatron.bench.results import Result, measured
+from trimegatron.bench.runner import run
 from trimegatron.config.options import Options, fail, option
 from trimegatron.data.index_format import bin_path, idx_path
 from trimegatron.data.indexed_dataset import IndexedDataset
-from trimegatron.files import write_atomically
 
 CASES = ("preprocess", "index", "samples")
-PACKAGES = ("trimegatron", "numpy", "torch", "tokenizers", "gigatoken", "megatron-core")
+PACKAGES = ("tokenizers", "gigatoken", "megatron-core")
 CHECKED_MB = 1
 PREPROCESS_RUNS, DATASET_RUNS = preprocess_runs.__name__, dataset_runs.__name__
 
@@ -49,7 +48,6 @@ class DataBenchConfig(Options):
 
     cases: list[str] = option(list(CASES), "what to measure", choices=CASES)
     rounds: int = option(3, "how often the contenders take turns", minimum=1)
-    out: str | None = option(None, "write all figures there, as JSON", metavar="FILE")
     work_dir: str | None = option(
         None, "folder for the corpora, which stay there", derived="a temporary one", metavar="DIR"
     )
@@ -80,34 +78,25 @@ class DataBenchConfig(Options):
 
 
 def main(argv: list[str]) -> int:
-    """Run the cases, print a table for each, write the figures."""
-    (config,) = parse(argv, DataBenchConfig, prog="trimegatron bench data", description=__doc__ or "")
-    before = machine()
-    print(f"{before['cpu']}, {before['cores']} cores, load {before['load_average'][0]:.1f}")
+    """Run the cases, print a table for each."""
+    sweeps = {"documents": (10**4, 10**5, 10**6, 10**7)}
+    return run("data", argv, DataBenchConfig, results, description=__doc__, sweeps=sweeps, packages=PACKAGES, show=None)
+
+
+def results(config: DataBenchConfig) -> Iterator[Result]:
+    """Each case, in a folder for its corpora."""
+    here = machine()
+    print(f"{here['cpu']}, {here['cores']} cores, load {here['load_average'][0]:.1f}")
     if importlib.util.find_spec("gigatoken") is None:
         print("gigatoken is not installed: its speed will be missing")
     if not has_megatron():
         print("megatron-core is not installed, or its helper cannot be loaded: its figures will be missing")
-    results: dict[str, Any] = {}
     with ExitStack() as stack:
         work = Path(config.work_dir or stack.enter_context(tempfile.TemporaryDirectory(prefix="trimegatron-bench-")))
         work.mkdir(parents=True, exist_ok=True)
         for case in dict.fromkeys(config.cases):
             print(f"\n== {case}", flush=True)
-            results[case] = {"preprocess": preprocess, "index": index, "samples": samples}[case](config, work)
-    if config.out is not None:
-        report = {
-            "benchmark": "data",
-            "date": now(),
-            "machine": before | {"load_average_after": list(os.getloadavg())},
-            "versions": versions(*PACKAGES),
-            "rounds": config.rounds,
-            "options": {k: v for k, v in vars(config).items() if k not in ("out", "work_dir")},
-            "cases": results,
-        }
-        write_atomically(Path(config.out), json.dumps(report, indent=1) + "\n")
-        print(f"\n{config.out}: all figures")
-    return 0
+            yield from {"preprocess": preprocess, "index": index, "samples": samples}[case](config, work)
 
 
 @functools.cache
@@ -118,7 +107,7 @@ def has_megatron() -> bool:
 # Preprocessing
 
 
-def preprocess(config: DataBenchConfig, work: Path) -> Figures:
+def preprocess(config: DataBenchConfig, work: Path) -> Iterator[Result]:
     """MB/s of ours with each engine, and of the engines alone."""
     given, key = config.input, config.json_key if config.input else STDLIB_KEY
     corpus = repeated(Path(given) if given else standard_library(work), config.copies, work)
@@ -133,32 +122,33 @@ def preprocess(config: DataBenchConfig, work: Path) -> Figures:
     figures = in_turns(contenders, config.rounds)
     for file in {corpus, slow}:
         check_equal({n: runs for n, runs in figures.items() if contenders[n].arguments["path"] == str(file)}, "ids")
-    rows = {}
+    rates = {}
     for name, runs in figures.items():
         megabytes = Path(contenders[name].arguments["path"]).stat().st_size / 1e6
-        rows[name] = {
-            "input_mb": megabytes,
-            "mb_per_second": megabytes / median(runs, "seconds"),
-            "mtokens_per_second": runs[0]["tokens"] / 1e6 / median(runs, "seconds"),
-            "peak_mb": median(runs, "peak_mb"),
-            "runs": runs,
-        }
+        rates[name] = megabytes / median(runs, "seconds")
         workers = max(run.get("largest_child_mb", 0.0) for run in runs)
         print(
-            f"{name:34} {rows[name]['mb_per_second']:8.2f} MB/s {rows[name]['mtokens_per_second']:8.2f} Mtokens/s on "
-            f"{megabytes:.1f} MB, peak {rows[name]['peak_mb']:,.0f} MB"
+            f"{name:34} {rates[name]:8.2f} MB/s {runs[0]['tokens'] / 1e6 / median(runs, 'seconds'):8.2f} Mtokens/s on "
+            f"{megabytes:.1f} MB, peak {median(runs, 'peak_mb'):,.0f} MB"
             + (f" and {workers:,.0f} MB a worker" if workers else "")
         )
-    ratios = {}
+        about: dict[str, Any] = {"copies": config.copies, "workers": config.workers}
+        note = f"{megabytes:.1f} MB"
+        speeds = [megabytes / run["seconds"] for run in runs]
+        yield measured("preprocess", name, "rate", "MB/s", speeds, better="higher", note=note, **about)
+        yield measured("preprocess", name, "peak memory", "bytes", in_bytes(runs, "peak_mb"), note=note, **about)
     for ours, theirs in [
         ("trimegatron, tokenizers", "tokenizers alone"),
         ("trimegatron, gigatoken", "gigatoken alone, from memory"),
         ("trimegatron, gigatoken", "gigatoken alone, its own reader"),
     ]:
-        if ours in rows and theirs in rows:
-            ratios[f"{ours} / {theirs}"] = rows[ours]["mb_per_second"] / rows[theirs]["mb_per_second"]
-            print(f"{ours} at {ratios[f'{ours} / {theirs}']:.2f} times the speed of {theirs}")
-    return {"contenders": rows, "ratios": ratios}
+        if ours in rates and theirs in rates:
+            print(f"{ours} at {rates[ours] / rates[theirs]:.2f} times the speed of {theirs}")
+
+
+def in_bytes(runs: list[Figures], name: str) -> list[float]:
+    """A figure in MB."""
+    return [1e6 * run[name] for run in runs]
 
 
 def preprocess_contenders(
@@ -182,9 +172,8 @@ def preprocess_contenders(
 # Index maps
 
 
-def index(config: DataBenchConfig, work: Path) -> Figures:
+def index(config: DataBenchConfig, work: Path) -> Iterator[Result]:
     """Seconds and memory of the three maps, over the number of documents; the same from an open pair of files."""
-    sizes = {}
     for documents in sorted(config.documents):
         common = {"documents": documents, "seq_length": config.seq_length}
         helper = f"{'megatron-core' if has_megatron() else 'NumPy'} and shuffles"
@@ -202,14 +191,12 @@ def index(config: DataBenchConfig, work: Path) -> Figures:
             if "sample_index_seconds" in runs[0]:
                 line += f"; {median(runs, 'sample_index_seconds'):.3f} s of it for the sample index"
             print(line)
-        sizes[documents] = figures
-    grows = [
-        f"{median(sizes[more]['trimegatron'], 'seconds') / median(sizes[few]['trimegatron'], 'seconds'):.1f} times the "
-        f"time for {more / few:g} times the documents"
-        for few, more in zip(list(sizes), list(sizes)[1:], strict=False)
-    ]
-    print("trimegatron takes " + ", ".join(grows) if grows else "one size: no growth to report")
-    return {"documents": sizes}
+            variant, from_files, _ = name.partition(", files")
+            case = "open from files" if from_files else "index maps"
+            about: dict[str, Any] = {"documents": documents, "seq_length": config.seq_length}
+            yield measured(case, variant, "time", "s", [run["seconds"] for run in runs], **about)
+            new = [1e6 * (run["peak_mb"] - run["peak_mb_before"]) for run in runs]
+            yield measured(case, variant, "memory beyond the start", "bytes", new, **about)
 
 
 def open_in_turns(config: DataBenchConfig, documents: int, work: Path) -> dict[str, list[Figures]]:
@@ -241,11 +228,10 @@ def open_in_turns(config: DataBenchConfig, documents: int, work: Path) -> dict[s
 # Samples
 
 
-def samples(config: DataBenchConfig, work: Path) -> Figures:
+def samples(config: DataBenchConfig, work: Path) -> Iterator[Result]:
     """Samples a second in random order, for long and for short documents."""
     random = np.random.default_rng(dataset_runs.SEED)
     eod = 50256
-    results = {}
     for name, sizes in (
         ("long documents", np.maximum(1, random.lognormal(8.3, 1.25, 2000)).astype(np.int32)),
         ("short documents", random.integers(50, 501, 200_000, np.int32)),
@@ -266,14 +252,13 @@ def samples(config: DataBenchConfig, work: Path) -> Figures:
                 contenders["megatron-core"] = Contender(f"{DATASET_RUNS}:read_megatron", common)
             figures = in_turns(contenders, config.rounds)
         check_equal(figures, "content")
-        results[name] = figures
-        report_samples(name, figures, IndexedDataset(prefix), config)
-    return results
+        yield from sample_results(name, figures, IndexedDataset(prefix), config)
 
 
-def report_samples(
+def sample_results(
     name: str, figures: Mapping[str, list[Figures]], data: IndexedDataset, config: DataBenchConfig
-) -> None:
+) -> Iterator[Result]:
+    """Rates in each way of reading, and peak memory, printed in a table."""
     print(f"{name}: {len(data):,} of {data.num_tokens / len(data):,.0f} tokens on average, L = {config.seq_length}")
     what = {
         "tokens_per_second": "tokens only",
@@ -285,7 +270,12 @@ def report_samples(
         for key, words in what.items():
             if key in runs[0]:
                 print(f"  {who:14} {median(runs, key):10,.0f} samples/s {words}")
+                rates = [run[key] for run in runs]
+                case = f"read {name}, {words}"
+                yield measured(case, who, "rate", "samples/s", rates, better="higher", seq_length=config.seq_length)
         print(f"  {who:14} peak {median(runs, 'peak_mb'):,.0f} MB")
+        peaks = in_bytes(runs, "peak_mb")
+        yield measured(f"read {name}", who, "peak memory", "bytes", peaks, seq_length=config.seq_length)
     if "megatron-core" in figures:
         theirs = median(figures["megatron-core"], "one_by_one_per_second")
         one, many = (median(figures["trimegatron"], f"{how}_per_second") / theirs for how in ("one_by_one", "batches"))

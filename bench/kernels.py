@@ -8,27 +8,28 @@ does, on a GPU.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import gc
-import json
 import tempfile
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 import torch
 
-from trimegatron.bench.measure import versions
-from trimegatron.errors import ConfigError
+from trimegatron.bench.results import OURS, Result, counted, measured
+from trimegatron.bench.runner import run
+from trimegatron.config.options import Options, fail, option
 
+_ROUNDS = 5
+_WAYS = {"launcher": "the compiled kernel's launcher", "static": OURS, "dispatch": "Triton's dispatch"}
 _COLUMNS = "{:<37}{:>26}{:>10}{:>7}{:>6}{:>7}{:>7}{:>10}{:>17}  {}"
 
 
-def compiled(rows: int, hidden: int, dtype: torch.dtype, arch: int) -> list[dict[str, Any]]:
-    """Of each op at this shape: bytes, and what the code of its first kernel uses."""
+def counted_ops(rows: int, hidden: int, dtype: torch.dtype, arch: int | None) -> list[dict[str, Any]]:
+    """Of each op at this shape: bytes, and what the code of its first kernel uses; ``arch`` None: bytes alone."""
     from trimegatron.bench import aot, kernel_cases, pipes
     from trimegatron.bench.traffic import limits, moved_bytes
 
@@ -36,21 +37,24 @@ def compiled(rows: int, hidden: int, dtype: torch.dtype, arch: int) -> list[dict
     for case in kernel_cases.cases(rows, hidden, dtype, "meta"):
         inputs = case.inputs()
         launches = aot.record(functools.partial(case.kernel, *inputs))
-        code = aot.measure(launches[0], arch)
-        devices = pipes.DEVICES.items() if arch == 90 else ()
-        bounds = {name: limits(launches[0], code, device) for name, device in devices}
-        found.append(
-            {
-                "op": case.name, "shape": case.shape, "floor_bytes": case.floor, "moved_bytes": moved_bytes(launches),
-                "kernels": len(launches), "registers": code.registers, "spill_bytes": code.spill_bytes,
-                "occupancy": code.occupancy, "bytes_in_flight": code.bytes_in_flight, "code": str(code),
+        row: dict[str, Any] = {
+            "op": case.name, "shape": case.shape, "floor_bytes": case.floor, "moved_bytes": moved_bytes(launches),
+            "launches": len(launches),
+        }  # fmt: skip
+        if arch is not None:
+            code = aot.measure(launches[0], arch)
+            devices = pipes.DEVICES.items() if arch == 90 else ()
+            bounds = {name: limits(launches[0], code, device) for name, device in devices}
+            row |= {
+                "registers": code.registers, "spill_bytes": code.spill_bytes, "occupancy": code.occupancy,
+                "bytes_in_flight": code.bytes_in_flight, "code": str(code),
                 "busy": {name: (bound.pipe, bound.share) for name, bound in bounds.items()},
-            }
-        )  # fmt: skip
+            }  # fmt: skip
+        found.append(row)
     return found
 
 
-def best_time(call: Callable[[], Any], calls: int = 100, rounds: int = 300) -> float:
+def best_time(call: Callable[[], Any], calls: int = 100, rounds: int = 100) -> float:
     """µs a call, in the best of many short rounds: what the code takes where nothing else runs."""
     best = float("inf")
     for _ in range(rounds):
@@ -61,9 +65,9 @@ def best_time(call: Callable[[], Any], calls: int = 100, rounds: int = 300) -> f
     return best * 1e6
 
 
-def launch_cost() -> dict[str, float]:
-    """Host time of one launch of a kernel of 12 arguments and 6 constants, µs: the compiled kernel's own launcher, ours
-    (which calls it), Triton's dispatch (which does too); the driver is a stub."""
+def launch_cost() -> dict[str, list[float]]:
+    """Host time of a launch of a kernel of 12 arguments and 6 constants, µs, measured a few times: the compiled
+    kernel's own launcher, ours (which calls it), Triton's dispatch (which does too); the driver is a stub."""
     import triton
 
     from trimegatron.bench.stub_driver import StubDriver
@@ -81,7 +85,7 @@ def launch_cost() -> dict[str, float]:
     return cost
 
 
-def _launch_cost(kernel: Any) -> dict[str, float]:
+def _launch_cost(kernel: Any) -> dict[str, list[float]]:
     from trimegatron.kernels.launcher import Config
     from trimegatron.kernels.static_launch import StaticLaunch, ordinary_launch
 
@@ -93,11 +97,16 @@ def _launch_cost(kernel: Any) -> dict[str, float]:
     static(0, grid, args, config, constants)
     (ready,) = static._prepared.values()
     head = (64, 1, 1, 7, ready.function, ready.metadata, None, None, None)
-    return {
-        "launcher": best_time(lambda: ready.run(*head, *args, *ready.constants)),
-        "static": best_time(lambda: static(0, grid, args, config, constants)),
-        "dispatch": best_time(lambda: ordinary_launch(kernel, grid, args, config, constants), rounds=50),
+    ways: dict[str, Callable[[], Any]] = {
+        "launcher": lambda: ready.run(*head, *args, *ready.constants),
+        "static": lambda: static(0, grid, args, config, constants),
+        "dispatch": lambda: ordinary_launch(kernel, grid, args, config, constants),
     }
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(_ROUNDS):
+        for name, call in ways.items():
+            times[name].append(best_time(call))
+    return times
 
 
 def _print(found: list[dict[str, Any]]) -> None:
@@ -107,39 +116,73 @@ def _print(found: list[dict[str, Any]]) -> None:
         )
     )
     for row in found:
-        print(
-            _COLUMNS.format(
-                row["op"], row["shape"], f"{row['moved_bytes'] / 1e6:.1f}",
-                f"{row['moved_bytes'] / row['floor_bytes']:.3f}", row["registers"], row["spill_bytes"],
-                f"{100 * row['occupancy']:.0f}", f"{row['bytes_in_flight'] >> 10} KB",
-                "{} {:.2f}".format(*row["busy"]["H200"]) if row["busy"] else "-", row["code"].partition("shared, ")[2],
-            )
-        )  # fmt: skip
+        code: tuple[Any, ...] = ("",) * 6
+        if "code" in row:
+            occupancy, in_flight = f"{100 * row['occupancy']:.0f}", f"{row['bytes_in_flight'] >> 10} KB"
+            busy = "{} {:.2f}".format(*row["busy"]["H200"]) if row["busy"] else "-"
+            accesses = row["code"].partition("shared, ")[2]
+            code = row["registers"], row["spill_bytes"], occupancy, in_flight, busy, accesses
+        moved = f"{row['moved_bytes'] / 1e6:.1f}", f"{row['moved_bytes'] / row['floor_bytes']:.3f}"
+        print(_COLUMNS.format(row["op"], row["shape"], *moved, *code))
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelsBenchConfig(Options):
+    """Kernels as compiled"""
+
+    rows: int = option(8192, "rows of the tensors; a multiple of 16", unit="tokens", minimum=16)
+    hidden: list[int] = option(
+        [768, 1024, 4096, 8192], "length of a row: width, keys of the softmax, vocabulary of the loss", minimum=1
+    )
+    dtype: str = option("bfloat16", "of the tensors", choices=("bfloat16", "float16", "float32"))
+    arch: int = option(90, "compute capability to compile for", choices=(80, 90, 100))
+    code: bool = option(True, "compile nothing, and count bytes alone")
+    launch: bool = option(True, "leave the host time of a launch out, the one figure that is measured")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.rows % 16:
+            fail("rows", self.rows, "must be a multiple of 16")
 
 
 def main(argv: list[str]) -> int:
     """Count, compile and print."""
-    parser = argparse.ArgumentParser(prog="trimegatron bench kernels", description=__doc__)
-    parser.add_argument("--rows", type=int, default=8192, help="tokens (default 8192)")
-    parser.add_argument("--hidden", type=int, nargs="+", default=[768, 1024, 4096, 8192])
-    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
-    parser.add_argument("--arch", type=int, choices=[80, 90, 100], default=90, help="compute capability (default 90)")
-    parser.add_argument("--out", type=Path, help="write the figures here as JSON too")
-    args = parser.parse_args(argv)
-    if args.rows < 16 or args.rows % 16:
-        raise ConfigError(f"--rows ({args.rows}) must be a positive multiple of 16. Give another")
-    print("No kernel runs here and none of their times is measured: bytes are counted, code is read as compiled for "
-          f"sm_{args.arch}.")  # fmt: skip
+    sweeps = {"hidden": (64, 512, 4096, 65536), "rows": (64, 512, 4096, 65536)}
+    return run("kernels", argv, KernelsBenchConfig, results, description=__doc__, sweeps=sweeps, show=None)
+
+
+def results(config: KernelsBenchConfig) -> Iterator[Result]:
+    """Of each op at each size the bytes and what its code uses, printed in a table; and the cost of a launch."""
+    print("No kernel runs here and none of their times is measured: bytes are counted"
+          + (f", code is read as compiled for sm_{config.arch}." if config.code else "."))  # fmt: skip
     with tempfile.TemporaryDirectory() as cache, mock.patch.dict("os.environ", TRITON_CACHE_DIR=cache):
-        found = []
-        for hidden in args.hidden:
-            rows = compiled(args.rows, hidden, getattr(torch, args.dtype), args.arch)
+        for hidden in config.hidden:
+            arch = config.arch if config.code else None
+            rows = counted_ops(config.rows, hidden, getattr(torch, config.dtype), arch)
             _print(rows)
-            found += rows
-        cost = launch_cost()
-    print("host time of a launch, µs, with a stub in place of the driver: " +
-          ", ".join(f"{name} {value:.2f}" for name, value in cost.items()))  # fmt: skip
-    if args.out:
-        args.out.write_text(json.dumps({"versions": versions("torch", "triton"), "arch": args.arch, "kernels": found,
-                                        "launch_us": cost}, indent=1))  # fmt: skip
-    return 0
+            for row in rows:
+                yield from _results(row, config, hidden)
+        cost = launch_cost() if config.launch else {}
+    for way, times in cost.items():
+        yield measured("launch", _WAYS[way], "host time", "s", [1e-6 * time for time in times])
+    if cost:
+        print("host time of a launch, µs, with a stub in place of the driver: " +
+          ", ".join(f"{name} {min(times):.2f}" for name, times in cost.items()))  # fmt: skip
+
+
+def _results(row: dict[str, Any], config: KernelsBenchConfig, hidden: int) -> Iterator[Result]:
+    """What is known of an op at one size."""
+    size: dict[str, Any] = {"rows": config.rows, "hidden": hidden, "dtype": config.dtype}
+    found = functools.partial(counted, row["op"], OURS, note=row["shape"])
+    yield found("moved", "bytes", row["moved_bytes"], floor=row["floor_bytes"], **size)
+    yield found("launches", "launches", row["launches"], **size)
+    if not config.code:
+        return
+    size["arch"] = config.arch
+    yield found("registers", "registers", row["registers"], **size)
+    yield found("spilled", "bytes", row["spill_bytes"], **size)
+    yield found("occupancy", "of the warps", row["occupancy"], better="higher", **size)
+    yield found("loads in flight", "bytes", row["bytes_in_flight"], better="higher", **size)
+    for device, (pipe, share) in row["busy"].items():
+        name = f"instructions on a {device}"
+        yield counted(row["op"], OURS, name, "of the bytes' time", share, note=f"most on the pipe {pipe}", **size)

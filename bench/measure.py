@@ -89,7 +89,9 @@ def peak_memory() -> Figures:
 
 
 def machine() -> Figures:
-    """Processor, cores, memory, and how busy it is now."""
+    """Processor, cores, memory, GPU (None: none), and how busy it is now."""
+    import torch
+
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         model = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
@@ -97,7 +99,14 @@ def machine() -> Figures:
         model = platform.processor() or platform.machine()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
-    return {"cpu": model, "cores": cores, "memory_gb": round(memory, 1), "load_average": list(os.getloadavg())}
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {
+        "cpu": model,
+        "cores": cores,
+        "memory_gb": round(memory, 1),
+        "gpu": gpu,
+        "load_average": [round(load, 2) for load in os.getloadavg()],
+    }
 
 
 def versions(*packages: str) -> dict[str, str | None]:

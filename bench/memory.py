@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from trimegatron.bench.models import adamw, gpt2_spec
-from trimegatron.config.flags import parse
+from trimegatron.bench.results import OURS, Result, counted
+from trimegatron.bench.runner import run
 from trimegatron.config.options import Options, option
 from trimegatron.data_parallel.buffer import ParameterBuffer
 from trimegatron.data_parallel.layout import BUCKET_SIZE
@@ -76,7 +77,12 @@ class Count:
 
 def main(argv: list[str]) -> int:
     """Count and print."""
-    (config,) = parse(argv, MemoryBenchConfig, prog="trimegatron bench memory", description=__doc__ or "")
+    sweeps = {"hidden_size": (16, 64, 256, 1024)}
+    return run("memory", argv, MemoryBenchConfig, results, description=__doc__, sweeps=sweeps, show=None)
+
+
+def results(config: MemoryBenchConfig) -> Iterator[Result]:
+    """Each kind of bytes beside Megatron-LM's total, printed in a table."""
     print(f"bytes a parameter, on one rank{'':25} dp  weights  gradients  optimizer    total  Megatron  ratio")
     for count in counts(config):
         way = "optimizer cut" if count.shard_optimizer else "plain"
@@ -85,7 +91,19 @@ def main(argv: list[str]) -> int:
             f"{count.gradients:10.3f} {count.optimizer:10.3f} {count.total:8.3f} {count.megatron:9.3f} "
             f"{count.total / count.megatron:6.3f}"
         )
-    return 0
+        for variant, figure, value in (
+            (OURS, "weights", count.weights),
+            (OURS, "gradients", count.gradients),
+            (OURS, "optimizer", count.optimizer),
+            (OURS, "total", count.total),
+            ("Megatron-LM's documentation", "total", count.megatron),
+        ):
+            yield counted(
+                "kept by a rank", variant, figure, "bytes / parameter", value,
+                precision=count.precision.name, distributed_optimizer=count.shard_optimizer,
+                data_parallel=count.data_parallel_size, num_layers=config.num_layers, hidden_size=config.hidden_size,
+                vocab_size=config.vocab_size, seq_length=config.seq_length, bucket_size=config.ddp_bucket_size,
+            )  # fmt: skip
 
 
 def counts(config: MemoryBenchConfig) -> Iterator[Count]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,7 +19,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trimegatron.bench.models import adamw, gpt2_spec, update
-from trimegatron.config.flags import parse
+from trimegatron.bench.results import OURS, Result, counted
+from trimegatron.bench.runner import run
 from trimegatron.config.options import Options, option
 from trimegatron.data_parallel.buffer import ParameterBuffer
 from trimegatron.model.gpt import GPTStage
@@ -27,6 +28,9 @@ from trimegatron.model.gpt import GPTStage
 PHASES = ("forward", "backward", "optimizer")
 DEPTHS = (2, 4)
 """Layers of the two models from whose counts those of one layer follow."""
+
+LAYERS = 12
+"""Of the model whose calls are told."""
 
 FREE = ("detach", "_unsafe_view", "empty", "empty_like", "new_empty")
 """Operators that compute nothing and are not marked as views."""
@@ -64,12 +68,20 @@ def computes(func: Any) -> bool:
 
 def main(argv: list[str]) -> int:
     """Count and report."""
-    (config,) = parse(argv, OperatorsBenchConfig, prog="trimegatron bench operators", description=__doc__ or "")
+    return run("operators", argv, OperatorsBenchConfig, results, description=__doc__, show=None)
+
+
+def results(config: OperatorsBenchConfig) -> Iterator[Result]:
+    """Calls of each phase, printed in a table."""
     os.environ["TRITON_INTERPRET"] = "1"  # lets the kernels' operators take tensors that are on no GPU; none runs
-    report(
-        {name: [count(depth, config.dropout) for depth in DEPTHS] for name, count in CONTENDERS.items()}, config.show
-    )
-    return 0
+    counts = {name: [count(depth, config.dropout) for depth in DEPTHS] for name, count in CONTENDERS.items()}
+    report(counts, config.show)
+    for name, found in counts.items():
+        for phase in PHASES:
+            each, once = per_layer(found, phase)
+            for figure, value in (("calls a layer", each), ("calls beside the layers", once)):
+                yield counted(phase, name, figure, "calls", value, dropout=config.dropout)
+        yield counted("step", name, "calls", "calls", total(found), dropout=config.dropout, num_layers=LAYERS)
 
 
 def count_phases(forward: Callable[[], torch.Tensor], update: Callable[[], None]) -> Counts:
@@ -139,7 +151,7 @@ def count_transformers(num_layers: int, dropout: float) -> Counts:
         return count_phases(forward, update)
 
 
-CONTENDERS = {"trimegatron": count_ours, "transformers": count_transformers}
+CONTENDERS = {OURS: count_ours, "transformers": count_transformers}
 
 
 def fake_tensors() -> Any:
@@ -155,16 +167,21 @@ def per_layer(counts: list[Counts], phase: str) -> tuple[float, float]:
     return each, small - DEPTHS[0] * each
 
 
+def total(counts: list[Counts]) -> float:
+    """Calls of a step of a model of ``LAYERS`` layers."""
+    return sum(LAYERS * each + once for each, once in (per_layer(counts, phase) for phase in PHASES))
+
+
 def report(counts: dict[str, list[Counts]], show: bool) -> None:
     print(
         f"{'calls':14}"
         + "".join(f"{phase + ' a layer':>18}{'and once':>10}" for phase in PHASES)
-        + f"{'12 layers':>12}"
+        + f"{f'{LAYERS} layers':>12}"
     )
     totals = {}
     for name, found in counts.items():
         figures = [per_layer(found, phase) for phase in PHASES]
-        totals[name] = sum(12 * each + once for each, once in figures)
+        totals[name] = total(found)
         print(f"{name:14}" + "".join(f"{each:18g}{once:10g}" for each, once in figures) + f"{totals[name]:12g}")
     ratio = totals["transformers"] / totals["trimegatron"]
     print(f"transformers makes {ratio:.2f} times the calls (torch {torch.__version__})")

@@ -11,13 +11,19 @@ Transformer Models" (2022), section 4.2.2.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
+from trimegatron.bench.results import OURS, Result, counted
+from trimegatron.bench.runner import record, sweep_values, take_output, with_parameter
 from trimegatron.communication import AXES, Message
 from trimegatron.config import Config, read_train_args
+from trimegatron.config.config import GROUPS
+from trimegatron.config.options import kebab, options_of
+from trimegatron.config.train_args import CommandConfig
 from trimegatron.dry_run import Walk, assume_vocabulary, stage_ranks, walk
 from trimegatron.errors import UserError
 
@@ -26,6 +32,9 @@ TINY = (
     "--micro-batch-size 2 --lr 1e-3 --train-iters 10 --tokenizer-type NullTokenizer --vocab-size 1000"
 )
 """The model that is counted where FLAGS say nothing else; a later flag wins."""
+OUTPUT_HELP = """With --out FILE the figures are written for `trimegatron bench report`; --sweep NAME [VALUE…] counts a
+step at several values of a training option, such as world-size."""
+SWEEPS = {"world_size": (8, 80, 800, 8000), "hidden_size": (64, 640, 6400)}
 A_FEW_NUMBERS = 64
 """Bytes; a larger message is not one of a few numbers."""
 
@@ -50,6 +59,20 @@ class Formula:
         return message.axis == self.axis and message.kind in self.kinds and is_sized
 
 
+class Compared(NamedTuple):
+    """Messages of a formula as recorded, and the bytes that a rank sends by them."""
+
+    formula: Formula
+    num_messages: int
+    sent: float
+
+    def __str__(self) -> str:
+        formula, floor = self.formula, self.formula.floor
+        ratio = f"{self.sent / floor:.3f}" if floor else "-"
+        figures = f"{self.num_messages:>8,} {self.sent / 1e3:>12,.3f} {floor / 1e3:>12,.3f} {ratio:>6}"
+        return f"  {formula.what:<46} {formula.axis:<10} {figures}"
+
+
 def main(argv: list[str]) -> int:
     """Record, compare, print.
 
@@ -57,9 +80,30 @@ def main(argv: list[str]) -> int:
         UserError: a message that no formula explains, or not as many as one says.
     """
     if not argv or argv[0] in ("-h", "--help"):
-        print(f"usage: trimegatron bench parallel --world-size N [TRAINING OPTION…]\n\n{__doc__}")
+        print(f"usage: trimegatron bench parallel --world-size N [TRAINING OPTION…]\n\n{__doc__}\n{OUTPUT_HELP}")
         return 0
-    command = read_train_args([*TINY.split(), "--dry-run", *argv], world_size=1)
+    output, flags = take_output(argv)
+    options = {
+        name: option for group in (CommandConfig, *GROUPS.values()) for name, option in options_of(group).items()
+    }
+    swept = sweep_values(options, output, SWEEPS)
+
+    def found() -> Iterator[Result]:
+        if swept is None:
+            yield from results(flags)
+            return
+        name, values = swept
+        for value in values:
+            print(f"\n== {name} {value:,}")
+            for result in results([*flags, kebab(name), str(value)]):
+                yield with_parameter(result, name, value)
+
+    return record("parallel", argv, found(), output.out, ())
+
+
+def results(flags: Sequence[str]) -> Iterator[Result]:
+    """What one rank of each stage sends, printed in a table."""
+    command = read_train_args([*TINY.split(), "--dry-run", *flags], world_size=1)
     config, _ = assume_vocabulary(command.config)
     parallel = config.parallel
     print(
@@ -73,16 +117,36 @@ def main(argv: list[str]) -> int:
         rows, wrong = compare(walked, formulas(config, walked))
         print(f"\nrank {rank}, pipeline stage {walked.mesh.pipeline.rank}")
         print(f"  {'':<46} {'axis':<10} {'messages':>8} {'recorded':>12} {'papers':>12} {'ratio':>6}")
-        print("\n".join(rows))
+        print("\n".join(map(str, rows)))
         unexpected += [f"rank {rank}: {line}" for line in wrong]
+        for row in rows:
+            yield from row_results(row, config, walked)
     if unexpected:
         raise UserError(f"what was sent is not what the formulas say: {'; '.join(unexpected)}")
     print("\nno message is unexpected")
-    return 0
 
 
-def compare(walked: Walk, expected: Sequence[Formula]) -> tuple[list[str], list[str]]:
-    """A line for each formula, with what was recorded of it; and what is not as the formulas say."""
+def row_results(row: Compared, config: Config, walked: Walk) -> Iterator[Result]:
+    """One line of the table, with all that it depends on. The number of data-parallel ranks follows from the others."""
+    model, parallel = config.model, config.parallel
+    case = f"{row.formula.what} ({row.formula.axis})"
+    parameters: dict[str, Any] = {
+        "world_size": parallel.world_size, "tensor_parallel": parallel.tensor_model_parallel_size,
+        "pipeline_parallel": parallel.pipeline_model_parallel_size, "stage": f"number {walked.mesh.pipeline.rank}",
+        "model_chunks": config.num_model_chunks, "sequence_parallel": parallel.sequence_parallel,
+        "distributed_optimizer": parallel.use_distributed_optimizer,
+        "recompute": config.recompute.recompute_granularity or "nothing", "micro_batches": config.num_micro_batches,
+        "micro_batch_size": config.training.micro_batch_size, "seq_length": config.data.seq_length,
+        "num_layers": model.num_layers, "hidden_size": model.hidden_size, "vocab_size": model.vocab_size,
+    }  # fmt: skip
+    yield counted(case, OURS, "sent", "bytes", row.sent, **parameters)
+    if row.formula.floor:
+        yield counted(case, "the papers' formula", "sent", "bytes", row.formula.floor, **parameters)
+    yield counted(case, OURS, "messages", "messages", row.num_messages, **parameters)
+
+
+def compare(walked: Walk, expected: Sequence[Formula]) -> tuple[list[Compared], list[str]]:
+    """What was recorded of each formula; and what is not as the formulas say."""
     sizes = {axis: getattr(walked.mesh, axis).size for axis in AXES}
     left = walked.messages.copy()
     rows, wrong = [], []
@@ -95,9 +159,7 @@ def compare(walked: Walk, expected: Sequence[Formula]) -> tuple[list[str], list[
         if formula.count not in (None, count):
             wrong.append(f"{count} messages for {formula.what} on the {formula.axis} axis, not {formula.count}")
         if count or formula.floor:
-            ratio = f"{sent / formula.floor:.3f}" if formula.floor else "-"
-            figures = f"{count:>8,} {sent / 1e3:>12,.3f} {formula.floor / 1e3:>12,.3f} {ratio:>6}"
-            rows.append(f"  {formula.what:<46} {formula.axis:<10} {figures}")
+            rows.append(Compared(formula, count, sent))
     for message, count in sorted(left.items()):
         wrong.append(f"{count} × {message.kind} of {message.num_bytes:,} bytes on the {message.axis} axis, unexplained")
     return rows, wrong

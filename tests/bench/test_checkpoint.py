@@ -8,17 +8,23 @@ import pytest
 
 from trimegatron.bench import checkpoint
 from trimegatron.bench.measure import Contender
+from trimegatron.bench.results import read_run
 
 SMALL = "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --max-position-embeddings 16 --vocab-size 500"
 
 
 def test_the_table(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
     """In this process, to save the start of eleven."""
+    out = tmp_path / "out.json"
     monkeypatch.setattr(
         Contender, "run", lambda self: getattr(checkpoint, self.function.split(":")[1])(**self.arguments)
     )
-    assert checkpoint.main([*SMALL.split(), "--rounds", "2", "--work-dir", str(tmp_path)]) == 0
+    assert checkpoint.main([*SMALL.split(), "--rounds", "2", "--work-dir", str(tmp_path), "--out", str(out)]) == 0
+    found = read_run(out)
+    out.unlink()
     assert not list(tmp_path.iterdir())
+    times = [case for case in found.cases if case.figure == "time"]
+    assert len(times) == 5 and all(len(case.values) == 2 and case.parameters["num_layers"] == 1 for case in times)
     lines = [
         line for line in capsys.readouterr().out.splitlines() if line.startswith(("write", "save ", "read", "load"))
     ]

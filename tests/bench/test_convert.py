@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 
 from trimegatron.bench.measure import Contender, Figures
+from trimegatron.bench.results import read_run
 from trimegatron.cli import main
+
+COPY = "a copy of as many bytes"
 
 
 def run_here(contender: Contender) -> Figures:
@@ -25,12 +28,11 @@ def test_a_whole_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert main(["bench", "convert", *flags]) == 0
     out = capsys.readouterr().out
     assert "ours to Hugging Face" in out and "× the copy" in out
-    report = json.loads((tmp_path / "f.json").read_text())
-    made, figures = report["made"], report["figures"]
-    assert made["bytes"] == 7 * made["weight_bytes"]
-    assert figures["copy of the weights"][0]["megabytes"] * 1e6 == pytest.approx(made["weight_bytes"])
-    assert figures["copy of everything"][0]["megabytes"] * 1e6 == pytest.approx(made["bytes"])
-    for name in ("ours", "Megatron-LM"):
-        written = figures[f"{name} to Hugging Face"][0]["megabytes"] * 1e6
-        assert made["weight_bytes"] < written < made["weight_bytes"] + 10_000
+    cases = read_run(tmp_path / "f.json").cases
+    assert len(cases) == 3 * 5 and all(min(case.values) > 0 for case in cases if case.figure == "time")
+    written = {(case.case, case.variant): case.median for case in cases if case.figure == "written"}
+    weights, everything = written["to Hugging Face", COPY], written["from Megatron-LM with the optimizer", COPY]
+    assert everything == 7 * weights
+    for source in ("our checkpoint", "Megatron-LM's"):
+        assert weights < written["to Hugging Face", f"trimegatron, from {source}"] < weights + 10_000
     assert sorted(path.name for path in (tmp_path / "w").iterdir()) == ["megatron", "ours"]
