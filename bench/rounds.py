@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields
 
 import torch
 
+from trimegatron.bench.clock import Clock
 from trimegatron.bench.variants import Variant
 from trimegatron.errors import UserError
 
@@ -53,32 +54,6 @@ class Contender:
 
 
 Contenders = dict[str, Contender]
-
-
-class Clock:
-    """Marks between pieces of work: events in the stream of a GPU, which nothing waits for, or the time."""
-
-    def __init__(self, device: torch.device):
-        self.device = device
-
-    def mark(self) -> torch.cuda.Event | float:
-        if self.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-    @staticmethod
-    def seconds(start: torch.cuda.Event | float, end: torch.cuda.Event | float) -> float:
-        """Between two marks, after :meth:`wait`."""
-        if isinstance(start, float) or isinstance(end, float):
-            assert isinstance(start, float) and isinstance(end, float)
-            return end - start
-        return start.elapsed_time(end) / 1e3
 
 
 def start(
