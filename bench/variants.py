@@ -83,9 +83,11 @@ def ours(spec: GPTSpec, weights: Weights, batch: Batch) -> Variant:
     buffer = ParameterBuffer(model.named_parameters(), grad_dtype=torch.float32)
     optimizer = adamw(buffer, kernels=spec.kernels)
     drops = spec.hidden_dropout > 0.0 or spec.attention_dropout > 0.0
-    samples = batch.samples if drops else None
+    samples = batch.samples.clone() if drops else None
 
     def forward() -> torch.Tensor:
+        if samples is not None:
+            samples.add_(len(samples))  # new masks in every step, as the others have
         buffer.start(num_micro_batches=1)
         return model(batch.inputs, labels=batch.labels, sample_numbers=samples) / batch.labels.numel()
 

@@ -47,7 +47,7 @@ def test_half_precision_with_dropout(tmp_path: Path, capsys: pytest.CaptureFixtu
     names = ["trimegatron", "trimegatron references", "transformers"]
     found = walk(tmp_path, "--config", "gpt2-xl", "--dropout", "0.1", "--variants", *names)
     printed = capsys.readouterr().out
-    assert "dry run of gpt2-xl" in printed and "(where dropout masks differ, within 0.1)" in printed
+    assert "dry run of gpt2-xl" in printed and "(where dropout masks differ, within 0.05)" in printed
     assert found["trimegatron", "time"].parameters["dtype"] == "bfloat16"
 
 
