@@ -70,11 +70,12 @@ def matrix_rates(spec: GPTSpec, num_tokens: int, flush: torch.Tensor) -> Iterato
             for _ in range(PRODUCTS_IN_A_RUN):
                 torch.mm(x, weight.t(), out=out)
 
-        operations = 2 * num_tokens * inputs * outputs * PRODUCTS_IN_A_RUN
-        rates = [operations / seconds / 1e12 for seconds in repeat(run, flush)]
+        flops = 2 * num_tokens * inputs * outputs
+        rates = [PRODUCTS_IN_A_RUN * flops / seconds / 1e12 for seconds in repeat(run, flush)]
         yield measured(
             f"product: {name}", "torch", "matrix rate", "TFLOP/s", rates, better="higher",
             floor=None if peak is None else peak / 1e12, tokens=num_tokens, inputs=inputs, outputs=outputs,
+            flops=flops, bytes=x.nbytes + weight.nbytes + out.nbytes,
         )  # fmt: skip
 
 

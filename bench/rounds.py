@@ -114,15 +114,25 @@ def take_turns(
     contenders: Contenders, *, device: torch.device, rounds: int, steps: int, deadline: float = float("inf")
 ) -> int:
     """Fill in ``turns`` and, on a GPU, ``peak``. No round begins after ``deadline`` (``time.monotonic``). Returns how
-    many there were."""
+    many there were.
+
+    Raises:
+        UserError: the GPU's memory does not hold a step beside what the other variants keep.
+    """
     for done in range(rounds):
         if time.monotonic() > deadline:
             return done
-        for contender in contenders.values():
+        for name, contender in contenders.items():
             before = allocated(device)
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(device)
-            contender.turns.append(take_turn(contender.variant, Clock(device), steps))
+            try:
+                contender.turns.append(take_turn(contender.variant, Clock(device), steps))
+            except torch.OutOfMemoryError:
+                raise UserError(
+                    f"the GPU's memory does not hold a step of {name} beside what the others keep. Give a smaller "
+                    "--micro-batch-size or fewer --variants"
+                ) from None
             if device.type == "cuda":
                 own = torch.cuda.max_memory_allocated(device) - before + contender.resident
                 contender.peak = max(contender.peak, own)

@@ -77,6 +77,24 @@ def test_losses_that_are_no_numbers_or_of_another_model(losses: list[float], dro
         rounds.compare_losses(contenders, dtype=torch.float32, drops=drops)
 
 
+def test_what_the_memory_does_not_hold(capsys: pytest.CaptureFixture[str]) -> None:
+    def too_large() -> variants.Variant:
+        raise torch.OutOfMemoryError
+
+    def small() -> variants.Variant:
+        return variants.Variant(lambda: torch.ones((), requires_grad=True) * 2, lambda: None, list, masks="torch")
+
+    device = torch.device("cpu")
+    contenders = rounds.start({"large": too_large, "small": small}, device=device)
+    assert list(contenders) == ["small"] and "does not hold it beside the others: large" in capsys.readouterr().out
+    assert contenders["small"].losses == [2.0] * rounds.COMPARED_STEPS
+    assert rounds.take_turns(contenders, device=device, rounds=2, steps=2) == 2 == len(contenders["small"].turns)
+    assert rounds.take_turns(contenders, device=device, rounds=2, steps=2, deadline=0.0) == 0
+    contenders["small"].variant = dataclasses.replace(small(), forward=too_large)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="does not hold a step of small beside what the others keep"):
+        rounds.take_turns(contenders, device=device, rounds=1, steps=2)
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
