@@ -22,15 +22,14 @@ from functools import partial
 import torch
 
 from trimegatron.bench import device_kernels, device_machine, device_model, kernel_cases
-from trimegatron.bench.case import Case, Shapes
+from trimegatron.bench.case import Case, Shapes, check
+from trimegatron.bench.device_timing import WORKING_SET, flush_buffer
 from trimegatron.bench.results import OURS, Result, counted
 from trimegatron.bench.runner import run
 from trimegatron.bench.show import show_result
 from trimegatron.config.options import Options, option
 from trimegatron.errors import ConfigError, UserError
 
-COPIED = 1 << 30  # bytes
-FLUSHED = 256 << 20
 ODD_SIZES = ((48, 1001), (16, 3), (64, 1000), (48, 5), (32, 12288))
 SIZES = ((12288, 768), (16384, 4096))
 PARAMETERS = (100_000_000, 1_000_000_000)
@@ -105,7 +104,7 @@ def timed_cases(config: DeviceCheckConfig) -> Iterator[Case]:
 def is_right(case: Case, wrong: list[str]) -> bool:
     """Check; what is wrong is printed and noted in ``wrong``."""
     try:
-        device_kernels.check(case)
+        check(case)
     except AssertionError as error:
         wrong.append(str(error))
         print(f"WRONG: {error}")
@@ -195,16 +194,16 @@ def results(config: DeviceCheckConfig, wrong: list[str]) -> Iterator[Result]:
 
     if config.dry_run:
         print("dry run: no time below says anything")
-    flush = torch.empty(16 if config.dry_run else FLUSHED, dtype=torch.uint8, device=config.device)
+    flush = flush_buffer(config.device)
     print("\n".join(device_machine.describe(config.device)))
-    copy = device_machine.bandwidth(1 << 10 if config.dry_run else COPIED, flush)
+    copy = device_machine.bandwidth(1 << 10 if config.dry_run else WORKING_SET, flush)
     spec, how = device_model.form(config.device, 0.0, dry=config.dry_run)
     num_tokens = how.micro_batch_size * spec.max_position_embeddings
     for result in (copy, *device_machine.matrix_rates(spec, num_tokens, flush)):
         print(show_result(result))
         yield result
     yield from check_kernels(config, budget, wrong)
-    yield from noted(time_kernels(config, budget, wrong, device_machine.bytes_per_second(copy), flush))
+    yield from noted(time_kernels(config, budget, wrong, 1e9 * copy.median, flush))
     yield from noted(model_rounds(config, budget, wrong))
     print("\n  ".join(["where we lose:", *(list(where_we_lose(found)) or ["nowhere"])]))
     yield counted("parts", OURS, "left out", "parts", len(budget.left_out), floor=0, note=", ".join(budget.left_out))

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import platform
-import statistics
 import subprocess
 from collections.abc import Iterator
 
 import torch
 
 from trimegatron.bench.clock import repeat
+from trimegatron.bench.device_timing import LAUNCHES, copy_rates
 from trimegatron.bench.measure import versions
 from trimegatron.bench.results import Result, measured
 from trimegatron.metrics import peak_flops
 from trimegatron.model.spec import GPTSpec
 
 CLOCKS = "driver_version,clocks.sm,clocks.max.sm,clocks.mem,clocks.max.mem,power.limit,temperature.gpu"
-PRODUCTS_IN_A_RUN = 20
 
 
 def describe(device: torch.device) -> Iterator[str]:
@@ -49,9 +48,7 @@ def clocks() -> str:
 
 def bandwidth(num_bytes: int, flush: torch.Tensor) -> Result:
     """A copy of so many bytes, which reads and writes them."""
-    source = torch.empty(num_bytes, dtype=torch.uint8, device=flush.device)
-    target = torch.empty_like(source)
-    rates = [2 * num_bytes / seconds / 1e9 for seconds in repeat(lambda: target.copy_(source), flush)]
+    rates = [rate / 1e9 for rate in copy_rates(flush.device, flush, num_bytes)]
     return measured("copy", "torch", "bandwidth", "GB/s", rates, better="higher", num_bytes=num_bytes)
 
 
@@ -67,17 +64,13 @@ def matrix_rates(spec: GPTSpec, num_tokens: int, flush: torch.Tensor) -> Iterato
         out = torch.empty(num_tokens, outputs, device=spec.device, dtype=spec.dtype)
 
         def run(x: torch.Tensor = x, weight: torch.Tensor = weight, out: torch.Tensor = out) -> None:
-            for _ in range(PRODUCTS_IN_A_RUN):
+            for _ in range(LAUNCHES):
                 torch.mm(x, weight.t(), out=out)
 
         flops = 2 * num_tokens * inputs * outputs
-        rates = [PRODUCTS_IN_A_RUN * flops / seconds / 1e12 for seconds in repeat(run, flush)]
+        rates = [LAUNCHES * flops / seconds / 1e12 for seconds in repeat(run, flush)]
         yield measured(
             f"product: {name}", "torch", "matrix rate", "TFLOP/s", rates, better="higher",
             floor=None if peak is None else peak / 1e12, tokens=num_tokens, inputs=inputs, outputs=outputs,
             flops=flops, bytes=x.nbytes + weight.nbytes + out.nbytes,
         )  # fmt: skip
-
-
-def bytes_per_second(copy: Result) -> float:
-    return 1e9 * statistics.median(copy.values)

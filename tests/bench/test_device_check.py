@@ -37,6 +37,8 @@ def test_it_walks_through_on_a_cpu(tmp_path: Path) -> None:
     found = read_run(out).cases
     values = {(case.case, case.variant, case.figure): case.values for case in found}
     assert values["kernels", "trimegatron", "cases wrong"] == [0] == values["parts", "trimegatron", "left out"]
+    (checked,) = (case.parameters["checked"] for case in found if case.figure == "cases wrong")
+    assert isinstance(checked, int) and checked > 130
     assert values["copy", "torch", "bandwidth"][0] > 0 and values["product: head", "torch", "matrix rate"][0] > 0
     for dropout in (0.0, 0.1):
         times = {case.variant for case in found if case.figure == "time" and case.parameters["dropout"] == dropout}
@@ -61,8 +63,7 @@ def test_wrong_results_are_told_and_not_timed(
     monkeypatch.setattr(device_check.DeviceCheckConfig, "device", torch.device("cpu"))
     monkeypatch.setattr(device_check, "checked_cases", lambda _: [[case("right", 0.0), case("bad", 1.0)]])
     monkeypatch.setattr(device_check, "timed_cases", lambda _: [case("right", 0.0), case("bad", 1.0)])
-    monkeypatch.setattr(device_check, "COPIED", 1 << 10)
-    monkeypatch.setattr(device_check, "FLUSHED", 16)
+    monkeypatch.setattr(device_check, "WORKING_SET", 1 << 10)
     monkeypatch.setattr(device_check.device_kernels, "time_case", time_case)
     monkeypatch.setattr(device_machine, "matrix_rates", lambda *_: [])
     monkeypatch.setattr(device_model, "run_rounds", differ)
