@@ -19,8 +19,8 @@ from torch import nn
 from trimegatron.bench.models import BETAS, CLIP, EPSILON, LR, WEIGHT_DECAY, adamw, update
 from trimegatron.bench.nano_gpt import NanoGPT
 from trimegatron.convert.gpt2 import to_gpt2
-from trimegatron.lazy import in_memory
 from trimegatron.data_parallel.buffer import ParameterBuffer
+from trimegatron.lazy import in_memory
 from trimegatron.model.gpt import GPTStage
 from trimegatron.model.init import initialize
 from trimegatron.model.spec import GPTSpec
