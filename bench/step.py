@@ -34,7 +34,7 @@ VARIANTS = (OURS, "trimegatron references", "transformers", "transformers compil
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "tiny": {"num_layers": 4, "hidden_size": 256, "num_attention_heads": 4, "seq_length": 256, "micro_batch_size": 8,
              "vocab_size": 8192, "dtype": "float32", "device": "cpu"},
-    "small": {"num_layers": 6, "hidden_size": 512, "num_attention_heads": 8, "seq_length": 512, "micro_batch_size": 4,
+    "small": {"num_layers": 6, "hidden_size": 512, "num_attention_heads": 8, "seq_length": 256, "micro_batch_size": 4,
               "vocab_size": 16384, "dtype": "float32", "device": "cpu"},
     "codeparrot-small": {"num_layers": 12, "hidden_size": 768, "num_attention_heads": 12, "seq_length": 1024,
                          "micro_batch_size": 12, "vocab_size": 32768, "dtype": "bfloat16", "device": "cuda"},
