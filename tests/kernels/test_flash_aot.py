@@ -22,8 +22,8 @@ BUDGET = {
     (90, "forward"): 16.0, (90, "queries"): 15.5, (90, "keys"): 20.0,
 }  # fmt: skip
 SPILLS = {(80, "forward/72/bfloat16/dropout"): 96}
-"""Bytes a thread: the columns that fill a head of 72 up to 128 take registers for their masks. They are the addresses of
-the result, put away before the loops and taken back behind them, once a program; tiles without a spill take more
+"""Bytes a thread: the columns that fill a head of 72 up to 128 take registers for their masks. They are the addresses
+of the result, put away before the loops and taken back behind them, once a program; tiles without a spill take more
 instructions a score."""
 BUSY = {"forward": 2.0, "queries": 1.35, "keys": 1.35}
 """The least time of the loop's instructions over that of its products, on an H100 and an H200. Of a head of 128, whose
