@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import math
+import operator
 import re
+from collections import defaultdict
 from functools import partial
 
 import torch
 
 from trimegatron.config import Config
-from trimegatron.convert.lazy import LazyTensor, assemble, cast, is_equal
+from trimegatron.convert.lazy import LazyTensor, assemble, cast, is_equal, reshaped, row_of
 from trimegatron.convert.ledger import check_shapes, match
 from trimegatron.convert.megatron_files import RankFile
 from trimegatron.convert.megatron_names import WORDS, our_name
 from trimegatron.convert.megatron_optimizer import MOMENTS, OptimizerState, scaler_of, step_of
 from trimegatron.convert.source import MASTER, MODEL
-from trimegatron.convert.torch_dist import StoredTensor, TorchDist
+from trimegatron.convert.torch_dist import Piece, Place, StoredTensor, TorchDist
 from trimegatron.errors import CheckpointError
 from trimegatron.model.build import global_shapes
 
@@ -82,11 +85,16 @@ def under_our_names(
     where = dist.folder if kind == MODEL else f"{dist.folder} ({kind}; --no-load-optim converts the weights alone)"
     named: dict[str, LazyTensor] = {}
     for name, tensor in stored.items():
+        weights = dist.tensors.get(name, tensor)
+        is_flat = len(tensor.shape) == len(weights.shape) + 1
+        shape, pieces = (
+            (weights.shape, unflattened(tensor, weights.shape)) if is_flat else (tensor.shape, tensor.open())
+        )
         stacked = STACKED.fullmatch(name)
-        if stacked is None or len(tensor.shape) < 2:
-            named[name] = tensor.whole()
+        if stacked is None or len(shape) < 2:
+            named[name] = assemble(shape or (1,), [(offsets or (0,), piece) for offsets, piece in pieces])
         else:
-            named |= {f"decoder.layers.{i}.{stacked[1]}": row for i, row in enumerate(tensor.rows())}
+            named |= {f"decoder.layers.{i}.{stacked[1]}": layer for i, layer in enumerate(rows_of(shape, pieces))}
     shapes = global_shapes(config)
     found = match(named, partial(our_name, first_layer=0), shapes, where=where)
     padded = common.args.get("padded_vocab_size") or found[WORDS].shape[0]
@@ -97,6 +105,43 @@ def under_our_names(
     )
     words = found[WORDS]
     return found | {WORDS: assemble(shapes[WORDS], [((0, 0), words)])}
+
+
+def rows_of(shape: Place, pieces: list[Piece]) -> list[LazyTensor]:
+    """Each row of a tensor as one of its own."""
+    return [
+        assemble(
+            shape[1:],
+            [
+                (offsets[1:], row_of(piece, row - offsets[0]))
+                for offsets, piece in pieces
+                if offsets[0] <= row < offsets[0] + piece.shape[0]
+            ],
+        )
+        for row in range(shape[0])
+    ]
+
+
+def unflattened(tensor: StoredTensor, shape: Place) -> list[Piece]:
+    """The pieces of a tensor of ``shape`` that is stored as [cells along each dimension …, elements of a cell]: how the
+    distributed optimizer of Megatron-Core 0.12 writes its state (``fully_sharded_model_space``). A cell is what a
+    tensor-parallel rank holds of a parameter; its elements are cut anywhere, between data-parallel ranks.
+
+    Raises:
+        CheckpointError: it is not of that form.
+    """
+    *cells, length = tensor.shape
+    size = tuple(n // max(1, count) for n, count in zip(shape, cells, strict=True))
+    is_cut = all(n == count * part for n, count, part in zip(shape, cells, size, strict=True))
+    if not is_cut or math.prod(size) != length or any(math.prod(chunk.sizes[:-1]) != 1 for chunk in tensor.chunks):
+        raise CheckpointError(f"{tensor.name} is stored as {list(tensor.shape)}, which is no form of {list(shape)}")
+    found: dict[Place, list[Piece]] = defaultdict(list)
+    for (*cell, first), part in tensor.open():
+        found[tuple(cell)].append(((first,), reshaped(part, part.shape[-1:])))
+    return [
+        (tuple(map(operator.mul, cell, size)), reshaped(assemble((length,), parts), size))
+        for cell, parts in found.items()
+    ]
 
 
 def checked_states(dist: TorchDist, tensors: Tensors) -> Tensors:

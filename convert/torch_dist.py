@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from trimegatron.checkpoint.storage import StoredPiece, covers
-from trimegatron.convert.lazy import LazyTensor, assemble, row_of
+from trimegatron.convert.lazy import LazyTensor
 from trimegatron.convert.torch_file import DTYPES, RestrictedUnpickler, inert, read_torch_file, refusing_damage
 from trimegatron.errors import CheckpointError
 
@@ -30,6 +30,8 @@ FORM_NAME = "torch_dist"
 
 Place = tuple[int, ...]
 """Offsets or sizes, one for each dimension."""
+Piece = tuple[Place, LazyTensor]
+"""Where a rectangle of a tensor begins, and its values."""
 
 NAMES = {
     ("torch.distributed.checkpoint.metadata", "BytesStorageMetadata"),
@@ -82,7 +84,7 @@ class StoredTensor:
     dtype: torch.dtype
     chunks: list[Chunk]
 
-    def open(self) -> list[tuple[Place, LazyTensor]]:
+    def open(self) -> list[Piece]:
         """The chunks, none of their values read.
 
         Raises:
@@ -100,25 +102,6 @@ class StoredTensor:
                 f"says {expected}, a chunk of {self.name}"
             )
         return tensor
-
-    def whole(self) -> LazyTensor:
-        """The tensor. Raises CheckpointError."""
-        return assemble(self.shape or (1,), [(offsets or (0,), chunk) for offsets, chunk in self.open()])
-
-    def rows(self) -> list[LazyTensor]:
-        """Each row as a tensor of its own, for layers that are stacked. Raises CheckpointError."""
-        opened = self.open()
-        return [
-            assemble(
-                self.shape[1:],
-                [
-                    (offsets[1:], row_of(chunk, row - offsets[0]))
-                    for offsets, chunk in opened
-                    if offsets[0] <= row < offsets[0] + chunk.shape[0]
-                ],
-            )
-            for row in range(self.shape[0])
-        ]
 
 
 @dataclass(frozen=True)

@@ -114,6 +114,16 @@ def row_of(source: LazyTensor, index: int) -> LazyTensor:
     return LazyTensor(source.shape[1:], source.dtype, open_row)
 
 
+def reshaped(source: LazyTensor, shape: tuple[int, ...]) -> LazyTensor:
+    """``source`` with other dimensions and its elements in the same order; it is read whole."""
+
+    def open_source() -> Rows:
+        whole = source.load().reshape(shape)
+        return lambda first, last: whole[first:last]
+
+    return LazyTensor(shape, source.dtype, open_source)
+
+
 def rearranged(source: LazyTensor, shape: tuple[int, ...], place: Callable[[torch.Tensor], torch.Tensor]) -> LazyTensor:
     """The elements of ``source`` in another order.
 

@@ -193,6 +193,49 @@ def test_layers_that_are_not_stacked(saved: Path):
     assert check_same(source, read_megatron(saved, WORDS)) == 84
 
 
+@pytest.mark.parametrize(
+    ("cell", "said"), [(None, None), ([2, 2, 1, 95], "is no form of"), ([2, 5, 1, 96], "is no form")]
+)
+def test_states_flattened_by_tensor_parallel_rank(cell: list[int] | None, said: str | None, saved: Path):
+    """As the distributed optimizer of Megatron-Core 0.12 cuts them: each rank's piece flat, in ranges of any length."""
+    source = read_megatron(saved, WORDS)
+
+    def change(metadata: Metadata) -> None:
+        table, storage = metadata.state_dict_metadata, metadata.storage_data
+        for name in [name for name in table if name.startswith("optimizer.")]:
+            whole = table[name]
+            size, numel = whole.chunks[0].sizes, whole.chunks[0].sizes.numel()
+            cells = [n // part for n, part in zip(whole.size, size, strict=True)]
+            ranges = [range(numel // 3), range(numel // 3, numel)] if numel > 16 else [range(numel)]
+            table[name] = TensorStorageMetadata(whole.properties, torch.Size([*cells, numel]), [])
+            for chunk in whole.chunks:
+                where = storage.pop(MetadataIndex(name, chunk.offsets))
+                path = folder_of(saved) / where.relative_path
+                flat = read_torch_file(path, where.offset, where.length).load().reshape(*[1] * len(size), numel)
+                index = [first // part for first, part in zip(chunk.offsets, size, strict=True)]
+                for part in ranges:
+                    offsets = torch.Size([*index, part.start])
+                    table[name].chunks.append(ChunkStorageMetadata(offsets, torch.Size([*[1] * len(size), len(part)])))
+                    storage[MetadataIndex(name, offsets)] = append(path, flat[..., part.start : part.stop].clone())
+        if cell is not None:
+            name = f"optimizer.state.exp_avg.{QKV}"
+            table[name].size, one = torch.Size(cell), torch.Size([1, 1, 1, cell[-1]])
+            for chunk in table[name].chunks:
+                del storage[MetadataIndex(name, chunk.offsets)]
+            table[name].chunks = [
+                ChunkStorageMetadata(torch.Size([*place, 0]), one) for place in np.ndindex(*cell[:-1])
+            ]
+            info = append(folder_of(saved) / "__0_0.distcp", torch.zeros(one))
+            storage.update({MetadataIndex(name, chunk.offsets): info for chunk in table[name].chunks})
+
+    edit(change)(saved)
+    if said is None:
+        assert check_same(source, read_megatron(saved, WORDS)) == 84
+    else:
+        with pytest.raises(CheckpointError, match=said):
+            read_megatron(saved, WORDS)
+
+
 def folder_of(root: Path) -> Path:
     return root / "iter_0000003"
 
