@@ -1,0 +1,460 @@
+"""Checkpoints that the real Megatron-LM wrote as torch_dist, and wrong ones made from them."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+import tarfile
+from argparse import Namespace
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+
+from tests.convert.test_megatron import loaded
+from tests.convert.test_training_goes_on import MICRO, go_on
+from tests.parallel import run_ranks
+from tests.runs import tiny_flags
+from trimegatron.cli import main
+from trimegatron.convert.from_megatron import read_megatron
+from trimegatron.convert.proof import build_model
+from trimegatron.convert.source import MASTER, MODEL, MOMENTS
+from trimegatron.convert.to_ours import check_same
+from trimegatron.convert.torch_dist import read_torch_dist
+from trimegatron.convert.torch_file import read_torch_file
+from trimegatron.convert.vocabulary import VocabularyConfig
+from trimegatron.data.indexed_writer import IndexedDatasetWriter
+from trimegatron.errors import CheckpointError
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "checkpoints"
+WORDS = VocabularyConfig(true_vocab_size=40)
+QKV, FC1 = "decoder.layers.self_attention.linear_qkv.weight", "decoder.layers.mlp.linear_fc1.bias"
+
+FIRST = MetadataIndex(QKV, torch.Size([0, 0, 0]))
+
+
+def unpacked(name: str, where: Path) -> Path:
+    with tarfile.open(GOLDEN / "torch_dist" / f"{name}.tar.gz") as archive:
+        archive.extractall(where / name, filter="data")
+    return where / name
+
+
+def tokens() -> np.ndarray:
+    return np.load(GOLDEN / "micro_tokens.npy").astype(np.int64) % 39
+
+
+def test_golden_logits(tmp_path: Path):
+    """Tensor × pipeline 2 × 2: the model computes what Megatron-LM computed from it, padding of the vocabulary
+    included. That run said --openai-gelu, which Megatron-Core does not heed."""
+    source = read_megatron(unpacked("fp32_tp2pp2", tmp_path), WORDS, mask_padded_vocab=False)
+    assert not source.config.model.bias_gelu_fusion and source.notes == []
+    with torch.no_grad():
+        mine = build_model(source)(torch.from_numpy(tokens()[:1, :-1])).transpose(0, 1)
+    golden = np.load(GOLDEN / "torch_dist" / "fp32_tp2pp2_logits.npy")
+    assert mine.shape == golden.shape == (1, 16, 48)
+    np.testing.assert_allclose(mine, golden, atol=1e-5, rtol=0)
+
+
+OURS = {
+    "embedding.word_embeddings.weight": "embedding.word_embeddings.weight",
+    "embedding.position_embeddings.weight": "embedding.position_embeddings.weight",
+    "final_layernorm.weight": "decoder.final_layernorm.weight",
+    "final_layernorm.bias": "decoder.final_layernorm.bias",
+    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+    "input_layernorm.bias": "self_attention.linear_qkv.layer_norm_bias",
+    "self_attention.query_key_value.weight": "self_attention.linear_qkv.weight",
+    "self_attention.query_key_value.bias": "self_attention.linear_qkv.bias",
+    "self_attention.dense.weight": "self_attention.linear_proj.weight",
+    "self_attention.dense.bias": "self_attention.linear_proj.bias",
+    "post_attention_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+    "post_attention_layernorm.bias": "mlp.linear_fc1.layer_norm_bias",
+    "mlp.dense_h_to_4h.weight": "mlp.linear_fc1.weight",
+    "mlp.dense_h_to_4h.bias": "mlp.linear_fc1.bias",
+    "mlp.dense_4h_to_h.weight": "mlp.linear_fc2.weight",
+    "mlp.dense_4h_to_h.bias": "mlp.linear_fc2.bias",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [
+        ("fp32_tp2pp2", {MODEL: ""}),
+        ("fp16_dp2", {MODEL: "", MASTER: "optimizer.state.param."}),
+    ],
+)
+def test_every_value_is_what_torchs_own_reader_reads(name: str, kinds: dict[str, str], tmp_path: Path):
+    """Weights and optimizer, plain (fp32) and distributed (fp16); the table of names is written down here again."""
+    folder = unpacked(name, tmp_path) / "iter_0000003"
+    source = read_megatron(folder, WORDS)
+    kinds = kinds | {kind: f"optimizer.state.{kind.removeprefix('optimizer.')}." for kind in MOMENTS}
+    stored = read_torch_dist(folder).tensors
+    theirs = {key: torch.empty(tensor.shape, dtype=tensor.dtype) for key, tensor in stored.items()}
+    dcp.load(theirs, storage_reader=FileSystemReader(folder), no_dist=True)
+    assert source.tensors.keys() == kinds.keys() and len(stored) == 16 * len(kinds)
+    for kind, prefix in kinds.items():
+        assert len(source.tensors[kind]) == 28
+        for our_name, tensor in source.tensors[kind].items():
+            layer = re.fullmatch(r"layers\.(\d)\.(.+)", our_name)
+            if layer is None:
+                expected = theirs[prefix + OURS[our_name]][: 40 if "word" in our_name else None]
+            else:
+                expected = theirs[f"{prefix}decoder.layers.{OURS[layer[2]]}"][int(layer[1])]
+            assert tensor.dtype == expected.dtype and torch.equal(tensor.load(), expected), (kind, our_name)
+            rows = tensor.open()
+            assert torch.equal(rows(1, 3), expected[1:3]), (kind, our_name)
+
+
+def test_progress_scale_and_main_weights(tmp_path: Path):
+    source = read_megatron(unpacked("fp16_dp2", tmp_path), WORDS)
+    progress = source.state.progress
+    assert (progress.iteration, progress.consumed_samples, progress.scheduled_samples) == (3, 24, 24)
+    assert source.state.optimizer_step == 3 and source.config.data.megatron_compat == 2026
+    assert source.state.scaler == {"scale": 1024.0, "clean_steps": 3, "tolerance": 2}
+    for name, tensor in source.model.items():
+        assert torch.equal(source.tensors[MASTER][name].load().half(), tensor.load()), name
+
+
+def test_training_goes_on_with_megatrons_losses(tmp_path: Path, capsys: pytest.CaptureFixture):
+    """Stopped by Megatron-LM at step 3, with its optimizer: steps 4 to 6 are Megatron-LM's."""
+    with IndexedDatasetWriter(tmp_path / "rows", np.uint16) as writer:
+        for row in tokens().astype(np.uint16):
+            writer.add_document(row, [len(row)])
+    load = ["--load", str(unpacked("fp32_tp2pp2", tmp_path)), "--true-vocab-size", "40", "--no-mask-padded-vocab"]
+    assert main(["convert", "from-megatron", *load, "--save", str(tmp_path / "ours")]) == 0
+    assert "84 tensors read back, bit for bit" in capsys.readouterr().out
+    changes = {"hidden_size": 8, "vocab_size": 47, "make_vocab_size_divisible_by": 8, "megatron_compat": 2026}
+    flags = tiny_flags(tmp_path / "rows", load=tmp_path / "ours", no_bias_gelu_fusion=True, **(MICRO | changes))
+    golden = json.loads((GOLDEN / "torch_dist" / "losses.json").read_text())["fp32_tp2pp2"][3:]
+    (curve,) = run_ranks(1, go_on, flags, tmp_path / "rows", 1, 6)
+    np.testing.assert_allclose([loss for loss, _ in curve], [step["loss"] for step in golden], rtol=2e-6)
+    np.testing.assert_allclose([norm for _, norm in curve], [step["grad_norm"] for step in golden], rtol=5e-6)
+
+
+def test_buckets_of_a_distributed_optimizer(tmp_path: Path, capsys: pytest.CaptureFixture):
+    """Megatron-LM's default beside a distributed optimizer: refused with both ways out, of which one is taken."""
+    load = ["convert", "from-megatron", "--load", str(unpacked("fp32_buckets", tmp_path)), "--true-vocab-size", "40"]
+    assert main([*load, "--save", str(tmp_path / "out")]) == 4
+    error = capsys.readouterr().err
+    assert re.search("buckets.*--dist-ckpt-optim-fully-reshardable.*--no-load-optim", error) and error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+    assert main([*load, "--save", str(tmp_path / "out"), "--no-load-optim"]) == 0
+    assert "28 tensors read back, bit for bit" in capsys.readouterr().out
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    return unpacked("fp32_tp2pp2", tmp_path)
+
+
+def test_what_is_common_may_be_a_file_of_its_own(saved: Path):
+    """As before Megatron-Core 0.19."""
+    source = read_megatron(saved, WORDS)
+    change_common(lambda content: content.update(iteration=2))(saved)
+    back = read_megatron(saved, WORDS)
+    assert (source.state.progress.iteration, back.state.progress.iteration) == (3, 2)
+    assert check_same(source, back) == 84
+
+
+def test_layers_that_are_not_stacked(saved: Path):
+    """Each layer under its number: what Megatron-LM writes for layers that are not alike."""
+    source = read_megatron(saved, WORDS)
+
+    def change(metadata: Metadata) -> None:
+        table, storage = metadata.state_dict_metadata, metadata.storage_data
+        for name in [name for name in table if ".layers." in name and hasattr(table[name], "chunks")]:
+            stacked = table.pop(name)
+            for layer in range(2):
+                key = name.replace(".layers.", f".layers.{layer}.")
+                chunks = [chunk for chunk in stacked.chunks if chunk.offsets[0] == layer]
+                table[key] = TensorStorageMetadata(stacked.properties, stacked.size[1:], [])
+                for chunk in chunks:
+                    where = storage.pop(MetadataIndex(name, chunk.offsets))
+                    path = folder_of(saved) / where.relative_path
+                    tensor = read_torch_file(path, where.offset, where.length).load()[0]
+                    table[key].chunks.append(ChunkStorageMetadata(chunk.offsets[1:], chunk.sizes[1:]))
+                    storage[MetadataIndex(key, chunk.offsets[1:])] = append(path, tensor)
+
+    edit(change)(saved)
+    assert check_same(source, read_megatron(saved, WORDS)) == 84
+
+
+@pytest.mark.parametrize(
+    ("cell", "said"), [(None, None), ([2, 2, 1, 95], "is no form of"), ([2, 5, 1, 96], "is no form")]
+)
+def test_states_flattened_by_tensor_parallel_rank(cell: list[int] | None, said: str | None, saved: Path):
+    """As the distributed optimizer of Megatron-Core 0.12 cuts them: each rank's piece flat, in ranges of any length."""
+    source = read_megatron(saved, WORDS)
+
+    def change(metadata: Metadata) -> None:
+        table, storage = metadata.state_dict_metadata, metadata.storage_data
+        for name in [name for name in table if name.startswith("optimizer.")]:
+            whole = table[name]
+            size, numel = whole.chunks[0].sizes, whole.chunks[0].sizes.numel()
+            cells = [n // part for n, part in zip(whole.size, size, strict=True)]
+            ranges = [range(numel // 3), range(numel // 3, numel)] if numel > 16 else [range(numel)]
+            table[name] = TensorStorageMetadata(whole.properties, torch.Size([*cells, numel]), [])
+            for chunk in whole.chunks:
+                where = storage.pop(MetadataIndex(name, chunk.offsets))
+                path = folder_of(saved) / where.relative_path
+                flat = read_torch_file(path, where.offset, where.length).load().reshape(*[1] * len(size), numel)
+                index = [first // part for first, part in zip(chunk.offsets, size, strict=True)]
+                for part in ranges:
+                    offsets = torch.Size([*index, part.start])
+                    table[name].chunks.append(ChunkStorageMetadata(offsets, torch.Size([*[1] * len(size), len(part)])))
+                    storage[MetadataIndex(name, offsets)] = append(path, flat[..., part.start : part.stop].clone())
+        if cell is not None:
+            name = f"optimizer.state.exp_avg.{QKV}"
+            table[name].size, one = torch.Size(cell), torch.Size([1, 1, 1, cell[-1]])
+            for chunk in table[name].chunks:
+                del storage[MetadataIndex(name, chunk.offsets)]
+            table[name].chunks = [
+                ChunkStorageMetadata(torch.Size([*place, 0]), one) for place in np.ndindex(*cell[:-1])
+            ]
+            info = append(folder_of(saved) / "__0_0.distcp", torch.zeros(one))
+            storage.update({MetadataIndex(name, chunk.offsets): info for chunk in table[name].chunks})
+
+    edit(change)(saved)
+    if said is None:
+        assert check_same(source, read_megatron(saved, WORDS)) == 84
+    else:
+        with pytest.raises(CheckpointError, match=said):
+            read_megatron(saved, WORDS)
+
+
+def folder_of(root: Path) -> Path:
+    return root / "iter_0000003"
+
+
+def edit(change: Callable[[Metadata], Any]) -> Callable[[Path], None]:
+    """Change the table of chunks."""
+
+    def damage(root: Path) -> None:
+        path = folder_of(root) / ".metadata"
+        metadata = pickle.loads(path.read_bytes())
+        change(metadata)
+        path.write_bytes(pickle.dumps(metadata))
+
+    return damage
+
+
+def change_common(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    """Change what all ranks hold alike, and write it as the older versions do."""
+
+    def damage(root: Path) -> None:
+        content = loaded(read_torch_dist(folder_of(root)).common())
+        change(content)
+        torch.save(content, folder_of(root) / "common.pt")
+
+    return damage
+
+
+def append(path: Path, content: Any) -> _StorageInfo:
+    """One archive more at the end of a file."""
+    start = path.stat().st_size
+    with path.open("ab") as file:
+        torch.save(content, file)
+    return _StorageInfo(path.name, start, path.stat().st_size - start)
+
+
+def move_chunk(root: Path) -> None:
+    edit(lambda m: m.state_dict_metadata[QKV].chunks[0].__setattr__("offsets", torch.Size([0, 6, 0])))(root)
+
+
+def overlap(metadata: Metadata) -> None:
+    """The second chunk begins where the first lies."""
+    table, storage = metadata.state_dict_metadata[QKV], metadata.storage_data
+    second = table.chunks[1]
+    storage[MetadataIndex(QKV, torch.Size([0, 6, 0]))] = storage.pop(MetadataIndex(QKV, second.offsets))
+    table.chunks[1] = ChunkStorageMetadata(torch.Size([0, 6, 0]), second.sizes)
+
+
+def put(content: Any) -> Callable[[Path], None]:
+    """Another archive in the place of a chunk."""
+
+    def damage(root: Path) -> None:
+        info = append(folder_of(root) / "__0_0.distcp", content)
+        edit(lambda m: m.storage_data.update({FIRST: info}))(root)
+
+    return damage
+
+
+def remove(name: str) -> Callable[[Path], None]:
+    """A tensor is gone, chunks and all."""
+
+    def change(metadata: Metadata) -> None:
+        for chunk in metadata.state_dict_metadata.pop(name).chunks:
+            del metadata.storage_data[MetadataIndex(name, chunk.offsets)]
+
+    return edit(change)
+
+
+def rename(name: str, new_name: str) -> Callable[[Path], None]:
+    def change(metadata: Metadata) -> None:
+        entry = metadata.state_dict_metadata[new_name] = metadata.state_dict_metadata.pop(name)
+        for chunk in entry.chunks:
+            metadata.storage_data[MetadataIndex(new_name, chunk.offsets)] = metadata.storage_data.pop(
+                MetadataIndex(name, chunk.offsets)
+            )
+
+    return edit(change)
+
+
+def cut_file(root: Path) -> None:
+    path = folder_of(root) / "__2_0.distcp"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def blank(root: Path) -> None:
+    """A file of the right length with nothing in it."""
+    path = folder_of(root) / "__2_0.distcp"
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (cut_file, r"__2_0\.distcp has \d+ bytes and ends within"),
+        (blank, r"__2_0\.distcp is not a file of torch\.save"),
+        (lambda root: (folder_of(root) / "__1_0.distcp").unlink(), r"__1_0\.distcp is missing, in which .* lies"),
+        (lambda root: (folder_of(root) / ".metadata").unlink(), r"has no \.metadata"),
+        (lambda root: (folder_of(root) / ".metadata").write_bytes(b"\x80\x04"), r"\.metadata is not a table of chunks"),
+        (lambda root: (folder_of(root) / "metadata.json").unlink(), "save was not finished, or it is of another form"),
+        (lambda root: (folder_of(root) / "metadata.json").write_text("{"), r"metadata\.json does not name a form"),
+        (
+            lambda root: (folder_of(root) / "metadata.json").write_text('{"sharded_backend": "zarr"}'),
+            "is of the form 'zarr'; torch_dist is the one that is read here",
+        ),
+        (
+            edit(lambda m: m.state_dict_metadata[QKV].chunks.pop()),
+            "places chunks that belong to no tensor|cover its shape",
+        ),
+        (edit(lambda m: m.storage_data.pop(FIRST)), rf"does not say where the chunk of {QKV} at \[0, 0, 0\] lies"),
+        (
+            edit(lambda m: m.storage_data.update({MetadataIndex("x.weight", torch.Size([0])): m.storage_data[FIRST]})),
+            r"places chunks that belong to no tensor: x\.weight",
+        ),
+        (edit(overlap), rf"chunks of {QKV} do not cover its shape \[2, 24, 8\] exactly once"),
+        (
+            edit(lambda m: m.state_dict_metadata[QKV].chunks.append(m.state_dict_metadata[QKV].chunks[0])),
+            rf"does not say where the chunk of {QKV} at \[0, 0, 0\] lies",
+        ),
+        (move_chunk, rf"does not say where the chunk of {QKV} at \[0, 6, 0\] lies"),
+        (
+            edit(lambda m: m.storage_data.update({FIRST: _StorageInfo("../x.distcp", 0, 9)})),
+            r"looks for a chunk outside its folder: \.\./x\.distcp",
+        ),
+        (
+            edit(lambda m: m.storage_data.update({FIRST: _StorageInfo("__0_0.distcp", 0, 9, ["zstd"])})),
+            "compressed or encrypted",
+        ),
+        (put(torch.zeros(1, 12, 7)), rf"float32 \[1, 12, 7\] where \.metadata says float32 \[1, 12, 8\], .* of {QKV}"),
+        (put(torch.zeros(1, 12, 8).half()), r"float16 \[1, 12, 8\] where \.metadata says float32"),
+        (put({"a": 1}), r"lies dict where \.metadata says"),
+        (put(Fraction(1, 2)), r"__0_0\.distcp asks for fractions\.Fraction.*not run"),
+        (
+            edit(lambda m: setattr(m, "planner_data", Fraction(1, 2))),
+            r"\.metadata asks for fractions\.Fraction.*not run",
+        ),
+        (edit(lambda m: setattr(m, "planner_data", eval)), r"\.metadata asks for builtins\.eval"),
+        (change_common(lambda content: content.update(evil=eval)), r"common\.pt asks for .*eval"),
+        (change_common(lambda content: content.update(args={})), "holds no args"),
+        (change_common(lambda content: setattr(content["args"], "swiglu", True)), "swiglu is True, not False"),
+        (change_common(lambda content: setattr(content["args"], "quick_geglu", True)), "quick_geglu is True"),
+        (change_common(lambda content: setattr(content["args"], "bf16", True)), "holds torch.float32 weights where"),
+        (change_common(lambda content: setattr(content["args"], "num_layers", 4)), r"what becomes: layers\.2\.input_l"),
+        (change_common(lambda content: content.pop("optimizer")), "it has tensors and no settings.*--no-load-optim"),
+        (remove(FC1), r"missing from the source is what becomes: layers\.0\.mlp\.dense_h_to_4h\.bias"),
+        (remove(f"optimizer.state.exp_avg.{FC1}"), r"\(optimizer\.exp_avg; --no-load-optim .*dense_h_to_4h\.bias"),
+        (
+            rename(FC1, "decoder.layers.mlp.router.bias"),
+            r"no place in the target: decoder\.layers\.0\.mlp\.router\.bias",
+        ),
+        (
+            rename(f"optimizer.state.exp_avg.{FC1}", f"optimizer.state.momentum.{FC1}"),
+            rf"cannot be taken along: it has optimizer\.state\.momentum\.{FC1}.*--no-load-optim",
+        ),
+        (
+            edit(lambda m: m.storage_data.pop(MetadataIndex("common_state/shard_0_1"))),
+            "does not say where common_state/shard_0_1 lies",
+        ),
+        (
+            edit(
+                lambda m: (
+                    m.storage_data.pop(MetadataIndex("common_state/shard_0_1")),
+                    m.state_dict_metadata.pop("common_state/shard_0_1"),
+                )
+            ),
+            r"holds neither common\.pt nor one object common_state",
+        ),
+    ],
+)
+def test_wrong_checkpoints(damage: Callable[[Path], Any], said: str, saved: Path, capsys: pytest.CaptureFixture):
+    """Refused, named, exit code 4, nothing left behind."""
+    damage(saved)
+    before = sorted(path.name for path in saved.parent.iterdir())
+    flags = ["--load", str(saved), "--true-vocab-size", "40", "--save", str(saved.parent / "out")]
+    assert main(["convert", "from-megatron", *flags]) == 4
+    error = capsys.readouterr().err
+    assert re.search(said, error) and error.count("\n") == 1, error
+    assert sorted(path.name for path in saved.parent.iterdir()) == before
+
+
+def test_objects_that_are_not_known_are_named(saved: Path):
+    info = append(folder_of(saved) / "__0_0.distcp", [1])
+
+    def change(metadata: Metadata) -> None:
+        metadata.state_dict_metadata["quantizer/shard_0_1"] = BytesStorageMetadata()
+        metadata.storage_data[MetadataIndex("quantizer/shard_0_1")] = info
+
+    edit(change)(saved)
+    assert read_megatron(saved, WORDS).notes == ["left out, as no weights: quantizer/shard_0_1"]
+
+
+def test_main_weights_that_are_not_the_models(saved: Path):
+    """A distributed optimizer in fp32 keeps the weights again, which must be the same."""
+
+    def change(metadata: Metadata, off: float) -> None:
+        for name, entry in list(metadata.state_dict_metadata.items()):
+            if name.startswith("optimizer.") or not isinstance(entry, TensorStorageMetadata):
+                continue
+            metadata.state_dict_metadata[f"optimizer.state.param.{name}"] = entry
+            for chunk in entry.chunks:
+                where = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
+                path = folder_of(saved) / where.relative_path
+                if name == QKV:
+                    where = append(path, read_torch_file(path, where.offset, where.length).load() + off)
+                metadata.storage_data[MetadataIndex(f"optimizer.state.param.{name}", chunk.offsets)] = where
+
+    edit(lambda metadata: change(metadata, 0.0))(saved)
+    assert set(read_megatron(saved, WORDS).tensors) == {MODEL, *MOMENTS}
+    edit(lambda metadata: change(metadata, 1.0))(saved)
+    with pytest.raises(CheckpointError, match=r"main weights of layers\.0\.self_attention\.query_key_value\.weight"):
+        read_megatron(saved, WORDS)
+
+
+def test_an_archive_within_a_file(tmp_path: Path):
+    """Read where it lies, with more before and behind it."""
+    path = tmp_path / "x.distcp"
+    path.write_bytes(b"before" * 100)
+    values = [torch.arange(6.0).view(2, 3), torch.arange(4), torch.randn(3, 5)]
+    infos = [append(path, {"args": Namespace(n=i), "x": value}) for i, value in enumerate(values)]
+    for i, (info, value) in enumerate(zip(infos, values, strict=True)):
+        content = read_torch_file(path, info.offset, info.length)
+        assert content["args"].n == i and torch.equal(content["x"].load(), value)
+    with pytest.raises(CheckpointError, match=r"x\.distcp is not a file of torch\.save"):
+        read_torch_file(path, infos[0].offset, infos[0].length - 10)
