@@ -6,12 +6,12 @@ import math
 import operator
 import re
 from collections import defaultdict
+from collections.abc import Mapping
 from functools import partial
 
 import torch
 
 from trimegatron.config import Config
-from trimegatron.convert.lazy import LazyTensor, assemble, cast, is_equal, reshaped, row_of
 from trimegatron.convert.ledger import check_shapes, match
 from trimegatron.convert.megatron_files import RankFile
 from trimegatron.convert.megatron_names import WORDS, our_name
@@ -19,6 +19,7 @@ from trimegatron.convert.megatron_optimizer import MOMENTS, OptimizerState, scal
 from trimegatron.convert.source import MASTER, MODEL
 from trimegatron.convert.torch_dist import Piece, Place, StoredTensor, TorchDist
 from trimegatron.errors import CheckpointError
+from trimegatron.lazy import LazyTensor, assemble, cast, is_equal, reshaped, row_of
 from trimegatron.model.build import global_shapes
 
 OPTIMIZER = "optimizer."
@@ -71,7 +72,9 @@ def read_whole(
     tensors = {kind: under_our_names(dist, kind, named, common, config) for kind, named in stored.items()}
     if saved is None:
         return tensors, None
-    inner = saved.get("optimizer", saved)
+    inner = saved.get("optimizer", saved) if isinstance(saved, Mapping) else None
+    if not isinstance(inner, Mapping) or "param_groups" not in inner:
+        raise refused(dist, "it has no param_groups")
     step = inner.get("state", {}).get("common_step")
     steps = {"param_groups": inner["param_groups"], "state": {} if step is None else {0: {"step": step}}}
     state = OptimizerState(step_of(common, steps), scaler_of(saved, common.args), checked_states(dist, tensors))
@@ -85,11 +88,11 @@ def under_our_names(
     where = dist.folder if kind == MODEL else f"{dist.folder} ({kind}; --no-load-optim converts the weights alone)"
     named: dict[str, LazyTensor] = {}
     for name, tensor in stored.items():
-        weights = dist.tensors.get(name, tensor)
-        is_flat = len(tensor.shape) == len(weights.shape) + 1
-        shape, pieces = (
-            (weights.shape, unflattened(tensor, weights.shape)) if is_flat else (tensor.shape, tensor.open())
-        )
+        shape = dist.tensors.get(name, tensor).shape  # of the weights, where this is an optimizer's
+        if len(tensor.shape) == len(shape) + 1:
+            pieces = unflattened(tensor, shape)
+        else:
+            shape, pieces = tensor.shape, tensor.open()
         stacked = STACKED.fullmatch(name)
         if stacked is None or len(shape) < 2:
             named[name] = assemble(shape or (1,), [(offsets or (0,), piece) for offsets, piece in pieces])
@@ -133,7 +136,7 @@ def unflattened(tensor: StoredTensor, shape: Place) -> list[Piece]:
     *cells, length = tensor.shape
     size = tuple(n // max(1, count) for n, count in zip(shape, cells, strict=True))
     is_cut = all(n == count * part for n, count, part in zip(shape, cells, size, strict=True))
-    if not is_cut or math.prod(size) != length or any(math.prod(chunk.sizes[:-1]) != 1 for chunk in tensor.chunks):
+    if not is_cut or math.prod(size) != length or any(math.prod(chunk.shape[:-1]) != 1 for chunk in tensor.chunks):
         raise CheckpointError(f"{tensor.name} is stored as {list(tensor.shape)}, which is no form of {list(shape)}")
     found: dict[Place, list[Piece]] = defaultdict(list)
     for (*cell, first), part in tensor.open():

@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 
-from trimegatron.checkpoint.storage import StoredPiece, covers
-from trimegatron.convert.lazy import LazyTensor
+from trimegatron.checkpoint.stored import covers
 from trimegatron.convert.torch_file import DTYPES, RestrictedUnpickler, inert, read_torch_file, refusing_damage
 from trimegatron.errors import CheckpointError
+from trimegatron.lazy import LazyTensor
 
 METADATA, FORM = ".metadata", "metadata.json"
 FORM_NAME = "torch_dist"
@@ -71,7 +71,7 @@ class Chunk:
     """A rectangle of a global tensor."""
 
     offsets: Place
-    sizes: Place
+    shape: Place
     item: Item
 
 
@@ -94,8 +94,8 @@ class StoredTensor:
 
     def open_chunk(self, chunk: Chunk) -> LazyTensor:
         tensor = chunk.item.read()
-        expected = f"{str(self.dtype).removeprefix('torch.')} {list(chunk.sizes)}"
-        if not isinstance(tensor, LazyTensor) or (tensor.shape, tensor.dtype) != (chunk.sizes or (1,), self.dtype):
+        expected = f"{str(self.dtype).removeprefix('torch.')} {list(chunk.shape)}"
+        if not isinstance(tensor, LazyTensor) or (tensor.shape, tensor.dtype) != (chunk.shape or (1,), self.dtype):
             found = f"{tensor.dtype} {list(tensor.shape)}" if isinstance(tensor, LazyTensor) else type(tensor).__name__
             raise CheckpointError(
                 f"{chunk.item.path}: at byte {chunk.item.start} lies {found.removeprefix('torch.')} where {METADATA} "
@@ -215,17 +215,16 @@ def tensor_of(folder: Path, name: str, entry: Any, items: dict[tuple[str, Place 
     """One entry of the table. Raises CheckpointError where its chunks do not cover it exactly once."""
     shape, dtype = tuple(entry.size), entry.properties.state[0]
     chunks = []
-    for chunk in entry.chunks:
-        offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
+    for entry_chunk in entry.chunks:
+        offsets, sizes = tuple(entry_chunk.offsets), tuple(entry_chunk.sizes)
         chunks.append(Chunk(offsets, sizes, take(folder, items, name, offsets)))
-    pieces = [StoredPiece(chunk.item.path, chunk.offsets, chunk.sizes, str(dtype)) for chunk in chunks]
-    if not pieces or any(
+    if not chunks or any(
         len(place) != len(shape) or min(place, default=0) < 0
-        for piece in pieces
-        for place in (piece.offsets, piece.shape)
+        for chunk in chunks
+        for place in (chunk.offsets, chunk.shape)
     ):
         raise CheckpointError(f"{folder / METADATA}: {name} has no chunks, or ones of other dimensions")
-    if shape and not covers(pieces, shape):
+    if shape and not covers(chunks, shape):
         raise CheckpointError(
             f"{folder}: the chunks of {name} do not cover its shape {list(shape)} exactly once; one is missing or two "
             "overlap"
