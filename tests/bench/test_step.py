@@ -33,14 +33,16 @@ def test_all_variants_compute_the_same(tmp_path: Path, capsys: pytest.CaptureFix
     printed = capsys.readouterr().out
     assert "first 3 losses agree within 2e-05" in printed and "the peak is unknown" in printed
     assert {variant for variant, _ in found} == set(step.VARIANTS)
-    assert len(found["trimegatron", "time"].values) == 2 == len(found["transformers", "time over ours"].values)
+    assert len(found["trimegatron", "time"].values) == 2 and "a step of transformers takes " in printed
     for name in step.VARIANTS:
         # What lives from step to step: weights and two moments, ours with its gradients, in fp32.
         state = 4 * (4 if name.startswith("trimegatron") else 3) * 110_000
         assert state < found[name, "peak memory"].values[0] < 3 * state, name
         parts = sum(found[name, f"time of {part}"].values[0] for part in ("forward", "backward", "optimizer"))
         assert parts == pytest.approx(found[name, "time"].values[0])
-        assert ((name, "operator calls") in found) == (not name.endswith("compiled"))
+        (line,) = (line for line in printed.splitlines() if line.startswith(f"{name:36}"))
+        calls, launches = line.split()[-2:]
+        assert (calls == "–") == name.endswith("compiled") and launches == "–"
 
 
 def test_half_precision_with_dropout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
