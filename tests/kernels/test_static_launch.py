@@ -91,7 +91,7 @@ def test_dispatch_is_left_out_from_the_second_launch_on(driver: StubDriver) -> N
 def test_a_launch_costs_a_small_part_of_triton_s_dispatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What either adds to the compiled kernel's own launcher, in host time: some 2 µs of 14."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    cost = launch_cost()
+    cost = {name: min(times) for name, times in launch_cost().items()}
     assert cost["launcher"] < cost["static"] < cost["launcher"] + 0.2 * (cost["dispatch"] - cost["launcher"]), cost
 
 
