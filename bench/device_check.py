@@ -21,9 +21,12 @@ from functools import partial
 
 import torch
 
-from trimegatron.bench import device_kernels, device_machine, device_model, kernel_cases
+from trimegatron.bench import kernel_cases
 from trimegatron.bench.case import Case, Shapes, check
-from trimegatron.bench.device_timing import WORKING_SET, flush_buffer
+from trimegatron.bench.device import kernels as device_kernels
+from trimegatron.bench.device import machine as device_machine
+from trimegatron.bench.device import model as device_model
+from trimegatron.bench.device.timing import WORKING_SET, flush_buffer
 from trimegatron.bench.results import OURS, Result, counted
 from trimegatron.bench.runner import run
 from trimegatron.bench.show import show_result

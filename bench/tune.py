@@ -24,8 +24,8 @@ from trimegatron.kernels import tables
 from trimegatron.kernels.configs import TUNED_OPS, Key, key_of, key_text
 
 if TYPE_CHECKING:
-    from trimegatron.bench.tune_machine import Machine
-    from trimegatron.bench.tune_targets import Work
+    from trimegatron.bench.tuning.machine import Machine
+    from trimegatron.bench.tuning.targets import Work
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +133,7 @@ def merge(paths: list[Path], out: Path | None) -> int:
 
 def tune(config: TuneConfig, flags: list[str] | None) -> int:
     """Search, and write the table of what was found."""
-    from trimegatron.bench.tune_machine import dry_machine, gpu_machine  # Triton, which only this needs
+    from trimegatron.bench.tuning.machine import dry_machine, gpu_machine  # Triton, which only this needs
 
     _check(config, flags)
     works = _works(config, flags)
@@ -175,17 +175,17 @@ def _check(config: TuneConfig, flags: list[str] | None) -> None:
 
 
 def _works(config: TuneConfig, flags: list[str] | None) -> list[Work]:
-    from trimegatron.bench import tune_works
+    from trimegatron.bench.tuning import works as tuning_works
 
     if flags is not None:
-        works, notes = tune_works.of_model(flags)
+        works, notes = tuning_works.of_model(flags)
         for note in notes:
             print(f"note: {note}")
         return works
     dtype = config.dtype or "bfloat16"
     if config.shape is None:
-        return tune_works.usual(dtype)
-    return [work for text in config.shape for work in tune_works.of_shape(text, dtype)]
+        return tuning_works.usual(dtype)
+    return [work for text in config.shape for work in tuning_works.of_shape(text, dtype)]
 
 
 def search_all(
@@ -193,8 +193,8 @@ def search_all(
 ) -> tuple[list[Figures], bool]:
     """The records of ``ops`` at the shapes of ``works``, made within ``budget`` seconds, of which each has an equal
     share of what is left; and whether all defaults are right."""
-    from trimegatron.bench.tune_search import search
-    from trimegatron.bench.tune_targets import targets
+    from trimegatron.bench.tuning.search import search
+    from trimegatron.bench.tuning.targets import targets
 
     clock = machine.tools.clock
     end = clock() + budget

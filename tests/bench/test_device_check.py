@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from trimegatron.bench import cli, device_check, device_machine, device_model
+from trimegatron.bench import cli, device_check
 from trimegatron.bench.case import Case
+from trimegatron.bench.device import machine as device_machine
+from trimegatron.bench.device import model as device_model
 from trimegatron.bench.results import Result, counted, measured, read_run
 from trimegatron.errors import ConfigError, UserError
 

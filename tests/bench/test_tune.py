@@ -16,12 +16,14 @@ import pytest
 import torch
 
 from tests.runs import tiny_flags
-from trimegatron.bench import kernel_cases, tune, tune_machine, tune_works
+from trimegatron.bench import kernel_cases, tune
 from trimegatron.bench.aot import Code
-from trimegatron.bench.tune_interpreter import Interpreter
-from trimegatron.bench.tune_machine import Machine, driver_version
-from trimegatron.bench.tune_search import MARGIN, Found, Tools, search
-from trimegatron.bench.tune_targets import Settings, Target, Work, candidates, targets, unfit, wide_share
+from trimegatron.bench.tuning import machine as tuning_machine
+from trimegatron.bench.tuning import works as tuning_works
+from trimegatron.bench.tuning.interpreter import Interpreter
+from trimegatron.bench.tuning.machine import Machine, driver_version
+from trimegatron.bench.tuning.search import MARGIN, Found, Tools, search
+from trimegatron.bench.tuning.targets import Settings, Target, Work, candidates, targets, unfit, wide_share
 from trimegatron.cli import main
 from trimegatron.errors import ConfigError
 from trimegatron.kernels import tables
@@ -207,7 +209,7 @@ def test_a_table_is_written_whole_and_to_a_new_file(
         header = {"format": 1, "device": "NVIDIA H200"}
         yield Machine(tools(lambda _, s: [1e-3 / s["num_warps"]] * 5), 90, 4e12, header)
 
-    monkeypatch.setattr(tune_machine, "gpu_machine", machine)
+    monkeypatch.setattr(tuning_machine, "gpu_machine", machine)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA H200")
@@ -245,7 +247,7 @@ def test_shapes_of_a_model(corpus: Path) -> None:
     """Of one rank of two: half of the heads, of the MLP and of the words, half of the sequence between them."""
     flags = tiny_flags(corpus, tensor_model_parallel_size=2, sequence_parallel=True, world_size=2, bf16=True,
                        hidden_size=64, seq_length=64, max_position_embeddings=64)  # fmt: skip
-    works, notes = tune_works.of_model(flags)
+    works, notes = tuning_works.of_model(flags)
     assert {(work.group, work.rows, work.hidden) for work in works} == {
         *((name, 64, 64) for name in ("norm_cases", "add_norm_cases", "dropout_cases")),
         ("gelu_cases", 128, 128), ("cross_entropy_cases", 128, 112), ("flash_cases", 64, 32),
@@ -253,7 +255,7 @@ def test_shapes_of_a_model(corpus: Path) -> None:
     }  # fmt: skip
     assert {work.dtype for work in works} == {"bfloat16"} and works[-2].head_size == 16
     assert works[-1].hidden == pytest.approx(119_000 / 2, rel=0.1) and notes == []
-    works, _ = tune_works.of_model(tiny_flags(corpus, attention_backend="softmax"))
+    works, _ = tuning_works.of_model(tiny_flags(corpus, attention_backend="softmax"))
     assert ("softmax_cases", 4 * 32, 16) in {(work.group, work.rows, work.hidden) for work in works}
 
 

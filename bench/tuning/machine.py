@@ -14,11 +14,11 @@ import torch
 import triton
 from torch import Tensor
 
-from trimegatron.bench.device_timing import copy_rate, flush_buffer, input_sets, time_calls
+from trimegatron.bench.device.timing import copy_rate, flush_buffer, input_sets, time_calls
 from trimegatron.bench.measure import Figures, now, versions
-from trimegatron.bench.tune_interpreter import Interpreter
-from trimegatron.bench.tune_search import Tools
-from trimegatron.bench.tune_targets import Settings, Target, compiled, forced, why_wrong
+from trimegatron.bench.tuning.interpreter import Interpreter
+from trimegatron.bench.tuning.search import Tools
+from trimegatron.bench.tuning.targets import Settings, Target, compiled, forced, why_wrong
 from trimegatron.kernels.launcher import architecture
 from trimegatron.kernels.tables import FORMAT, device_name
 

@@ -1,6 +1,6 @@
 """Checks candidates in Triton's interpreter, which a process has to be started for: the one that compiles cannot.
 
-``python -m trimegatron.bench.tune_interpreter`` is that process: a line of JSON in, a line of JSON out.
+``python -m trimegatron.bench.tuning.interpreter`` is that process: a line of JSON in, a line of JSON out.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from trimegatron.bench.tune_targets import Settings, Target, Work, why_wrong
+from trimegatron.bench.tuning.targets import Settings, Target, Work, why_wrong
 from trimegatron.kernels.configs import key_text
 
 
@@ -23,7 +23,7 @@ class Interpreter:
 
     def __enter__(self) -> Interpreter:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "trimegatron.bench.tune_interpreter"],
+            [sys.executable, "-m", "trimegatron.bench.tuning.interpreter"],
             env=os.environ | {"TRITON_INTERPRET": "1"}, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
         return self
@@ -33,7 +33,7 @@ class Interpreter:
         self._process.communicate()
 
     def why_wrong(self, target: Target, settings: Settings) -> str | None:
-        """``tune_targets.why_wrong`` on the CPU."""
+        """``targets.why_wrong`` on the CPU."""
         works = [dataclasses.asdict(work) for work in target.work.checked_at()]
         question = {"key": target.key, "case": target.case, "works": works, "settings": settings}
         assert self._process.stdin and self._process.stdout

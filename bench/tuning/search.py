@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from trimegatron.bench.aot import Code
-from trimegatron.bench.tune_targets import Settings, Target, candidates, settings_text, unfit
+from trimegatron.bench.tuning.targets import Settings, Target, candidates, settings_text, unfit
 from trimegatron.kernels.configs import TUNED_OPS
 from trimegatron.kernels.source_hash import source_hash
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from trimegatron.bench.kernel_cases import GROUPS
-from trimegatron.bench.tune_targets import Work
+from trimegatron.bench.tuning.targets import Work
 from trimegatron.config import Config, read_train_args
 from trimegatron.config.options import fail
 from trimegatron.mesh import Axis

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 
 from trimegatron.bench.clock import repeat
-from trimegatron.bench.device_timing import LAUNCHES, copy_rates
+from trimegatron.bench.device.timing import LAUNCHES, copy_rates
 from trimegatron.bench.measure import versions
 from trimegatron.bench.results import Result, measured
 from trimegatron.metrics import peak_flops

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from trimegatron.bench.case import Case, incoming
-from trimegatron.bench.device_timing import input_sets, time_calls
+from trimegatron.bench.device.timing import input_sets, time_calls
 from trimegatron.bench.results import OURS, Result, measured
 
 
