@@ -101,7 +101,7 @@ class Code:
     @property
     def tile_instructions(self) -> Counter[str]:
         """Instructions by pipe that a thread needs for one tile: those of the loops over tiles, or of a kernel that has
-        none."""
+        none. A loop that is known to run once is none to the compiler: look at shapes that make it run."""
         return sum(self.loops, Counter()) if self.loops else self.whole
 
     @property

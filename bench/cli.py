@@ -12,6 +12,7 @@ BENCHMARKS = {
     "checkpoint": "trimegatron.bench.checkpoint",
     "convert": "trimegatron.bench.convert",
     "data": "trimegatron.bench.data",
+    "device-check": "trimegatron.bench.device_check",
     "kernels": "trimegatron.bench.kernels",
     "memory": "trimegatron.bench.memory",
     "operators": "trimegatron.bench.operators",

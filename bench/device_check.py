@@ -1,192 +1,229 @@
-"""``python -m trimegatron.bench.device_check``: every kernel on a GPU, checked and then timed, within some minutes.
+"""``trimegatron bench device-check``: all that a GPU can show within eight minutes.
 
-First each op's result against the eager reference, in three dtypes and at odd sizes; then the table: each op at the
-sizes that matter as GB/s of the bytes it must move, and as a share of what a copy reaches on the same device, beside
-eager PyTorch, torch.compile and liger-kernel where that is installed. Two times each: of the kernels alone (a CUDA
-graph) and of the call. Inputs rotate through a gigabyte, so that nothing is found in the L2 cache. Nothing is
-downloaded. A result that is wrong is not timed.
+What the device is and can do at best; every kernel's result against the eager reference, in three dtypes and at odd
+sizes; the kernels' times beside eager PyTorch, torch.compile and liger-kernel where that is installed; then
+CodeParrot-small in rounds beside a compiled nanoGPT, without and with dropout, and a trace. Losses and results that are
+wrong are not timed. It ends with where we lose. Nothing is downloaded. The time is kept by leaving later parts out,
+each with a line.
 
-``--dry-run`` walks the same way on a CPU, in Triton's interpreter, at tiny sizes and without a time.
+``--dry-run`` walks the same way on a CPU, in Triton's interpreter, at tiny sizes; its times say nothing. Exit code 1
+where a result is wrong.
 """
 
 from __future__ import annotations
 
-import argparse
-import importlib
-import importlib.util
-import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
 
-from trimegatron.bench import kernel_cases
-from trimegatron.bench.case import Case, Shapes, check, incoming
-from trimegatron.bench.device_timing import copy_rate, flush_buffer, input_sets, time_calls
-from trimegatron.bench.measure import now, versions
-from trimegatron.errors import ConfigError
+from trimegatron.bench import device_kernels, device_machine, device_model, kernel_cases
+from trimegatron.bench.case import Case, Shapes, check
+from trimegatron.bench.device_timing import WORKING_SET, flush_buffer
+from trimegatron.bench.results import OURS, Result, counted
+from trimegatron.bench.runner import run
+from trimegatron.bench.show import show_result
+from trimegatron.config.options import Options, option
+from trimegatron.errors import ConfigError, UserError
 
-_ODD_SIZES = ((16, 3), (48, 5), (64, 1000), (48, 1001), (32, 12288))
-_SIZES = tuple((8192, hidden) for hidden in (768, 1024, 4096, 8192))
-_PARAMETERS = (100_000_000, 1_000_000_000)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What to run; ``dry`` is tiny."""
-
-    device: torch.device
-    budget: float
-    dry: bool
-
-    def checked(self) -> Iterator[Case]:
-        """Each op in three dtypes at sizes that no tile fits."""
-        for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            for rows, hidden in ((16, 5), (16, 33)) if self.dry else _ODD_SIZES:
-                yield from kernel_cases.cases(rows, hidden, dtype, self.device)
-            yield from kernel_cases.optimizer_cases(Shapes(3, 77, dtype, self.device))
-
-    def timed(self) -> Iterator[Case]:
-        """The table's rows, in bf16."""
-        for rows, hidden in ((16, 8),) if self.dry else _SIZES:
-            yield from kernel_cases.cases(rows, hidden, torch.bfloat16, self.device)
-        for count in (64,) if self.dry else _PARAMETERS:
-            yield from kernel_cases.optimizer_cases(Shapes(1, count, torch.bfloat16, self.device))
+ODD_SIZES = ((48, 1001), (16, 3), (64, 1000), (48, 5), (32, 12288))
+SIZES = ((12288, 768), (16384, 4096))
+PARAMETERS = (100_000_000, 1_000_000_000)
+DROPOUTS = (0.0, 0.1)
+SHARES = {"checks": 0.35, "kernels": 0.6, "dropout 0": 0.8, "dropout 0.1": 0.95, "trace": 1.0}
+"""Of the time: when a part begins nothing new any more. What is left is the trace's."""
 
 
-def rivals(case: Case) -> dict[str, Callable[..., Any]]:
-    """Name -> the forward computation."""
-    if case.rival is None:
-        return {}
-    torch.compiler.reset()  # else many shapes of one function end in its fallback
-    found = {"eager": case.rival, "compile": torch.compile(case.rival, dynamic=False)}
-    if importlib.util.find_spec("liger_kernel") and case.name.startswith("layer_norm"):
-        norm = importlib.import_module("liger_kernel.ops.layer_norm").LigerLayerNormFunction
-        found["liger"] = lambda x, w, b, *_: norm.apply(x, w, b, 1e-5)
-    return found
+@dataclass(frozen=True, kw_only=True)
+class DeviceCheckConfig(Options):
+    """Check of a device"""
+
+    budget: float = option(480.0, "time after which no further part is begun", unit="seconds")
+    dry_run: bool = option(False, "on the CPU: tiny, in the interpreter")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.dry_run:
+            if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
+                raise ConfigError("--dry-run must come before Triton is imported. Run it as a process of its own")
+            os.environ["TRITON_INTERPRET"] = "1"
+        elif not torch.cuda.is_available():
+            raise ConfigError(
+                "device-check must have a GPU; there is none here. Add --dry-run to try the script itself"
+            )
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu" if self.dry_run else "cuda:0")
 
 
-def calls(case: Case, function: Callable[..., Any], sets: list[list[Tensor]]) -> list[Callable[[], Any]]:
-    """One call for each set of inputs: the forward computation, or the backward pass of one that has run."""
-    if not case.leaves:
-        return [partial(function, *inputs) for inputs in sets]
-    made: list[Callable[[], Any]] = []
-    for inputs in sets:
-        taken = [x.detach().requires_grad_() for x in inputs[: case.leaves]]
-        y = function(*taken, *inputs[case.leaves :])
-        gradients = incoming(y, inputs)
-        made.append(partial(torch.autograd.grad, y, taken, gradients, retain_graph=True))
-    return made
+class Budget:
+    """The time, and what it did not suffice for."""
+
+    def __init__(self, seconds: float):
+        self.start, self.seconds = time.monotonic(), seconds
+        self.left_out: list[str] = []
+
+    def deadline(self, part: str) -> float:
+        """By ``SHARES``, as ``time.monotonic``."""
+        return self.start + SHARES[part] * self.seconds
+
+    def allows(self, part: str, what: str) -> bool:
+        """Whether ``what`` may begin; if not, it will be named at the end of the part."""
+        if time.monotonic() <= self.deadline(part):
+            return True
+        self.left_out.append(what)
+        return False
+
+    def name_left_out(self, since: int) -> None:
+        """Print what was left out after the first ``since``."""
+        if len(self.left_out) > since:
+            print(f"left out, the time is up: {', '.join(self.left_out[since:])}")
 
 
-def time_case(case: Case, copy_rate: float, flush: Tensor) -> dict[str, Any]:
-    """Ours and the rivals' times, and from them GB/s of the case's floor and the share of the copy rate."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        return _time_case(case, copy_rate, flush, stream)
+def checked_cases(config: DeviceCheckConfig) -> Iterator[list[Case]]:
+    """Each op in three dtypes at sizes that no tile fits, one size after another; the optimizer's with the first."""
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    sizes = ((16, 5), (16, 33)) if config.dry_run else ODD_SIZES
+    optimizer = [case for dtype in dtypes for case in kernel_cases.optimizer_cases(Shapes(3, 77, dtype, config.device))]
+    for rows, hidden in sizes:
+        cases = [case for dtype in dtypes for case in kernel_cases.cases(rows, hidden, dtype, config.device)]
+        yield optimizer + cases if (rows, hidden) == sizes[0] else cases
 
 
-def _time_case(case: Case, copy_rate: float, flush: Tensor, stream: torch.cuda.Stream) -> dict[str, Any]:
-    sets = input_sets(case)
-    row: dict[str, Any] = {"op": case.name, "shape": case.shape, "floor_bytes": case.floor, "buffers": len(sets)}
-    contenders: dict[str, Callable[[], list[Callable[[], Any]]]]
-    contenders = {"ours": lambda: [partial(case.kernel, *inputs) for inputs in sets]}
-    contenders |= {name: partial(calls, case, function, sets) for name, function in rivals(case).items()}
-    for name, make in contenders.items():
-        times = time_calls(make(), flush, stream)
-        rate = case.floor / times.get("kernel_s", times["call_s"])
-        row[name] = times | {"GB_per_s": rate / 1e9, "of_copy": rate / copy_rate}
-    return row
+def timed_cases(config: DeviceCheckConfig) -> Iterator[Case]:
+    """In bf16."""
+    for rows, hidden in ((16, 8),) if config.dry_run else SIZES:
+        yield from kernel_cases.cases(rows, hidden, torch.bfloat16, config.device)
+    for count in (64,) if config.dry_run else PARAMETERS:
+        yield from kernel_cases.optimizer_cases(Shapes(1, count, torch.bfloat16, config.device))
 
 
-def _row_text(row: dict[str, Any]) -> str:
-    parts = []
-    for name in ("ours", "eager", "compile", "liger"):
-        if name in row:
-            kernel = row[name].get("kernel_s")
-            micro = f"{kernel * 1e6:.1f}" if kernel else "no graph"
-            parts.append(f"{name} {micro} ({row[name]['call_s'] * 1e6:.1f}) µs {100 * row[name]['of_copy']:.0f} %")
-    return f"{row['op']:<28}{row['shape']:>26}  " + "; ".join(parts)
+def is_right(case: Case, wrong: list[str]) -> bool:
+    """Check; what is wrong is printed and noted in ``wrong``."""
+    try:
+        check(case)
+    except AssertionError as error:
+        wrong.append(str(error))
+        print(f"WRONG: {error}")
+        return False
+    return True
 
 
-def run(plan: Plan, say: Callable[[str], None] = print) -> dict[str, Any]:
-    """Check, then time what the budget allows. ``failures`` of the result is empty when all is right."""
-    start = time.monotonic()
-    result: dict[str, Any] = {"at": now(), "versions": versions("torch", "triton", "liger-kernel"), "dry_run": plan.dry,
-                              "checked": 0, "failures": [], "left_out": [], "rows": []}  # fmt: skip
+def check_kernels(config: DeviceCheckConfig, budget: Budget, wrong: list[str]) -> Iterator[Result]:
+    """The first size is checked whatever the time."""
+    num_right = num_all = 0
+    for number, size in enumerate(checked_cases(config)):
+        for case in size:
+            if number == 0 or budget.allows("checks", f"{case.name} {case.shape}"):
+                num_all += 1
+                num_right += is_right(case, wrong)
+    budget.name_left_out(0)
+    print(f"{num_right} cases right, {num_all - num_right} wrong")
+    yield counted("kernels", OURS, "cases wrong", "cases", num_all - num_right, floor=0, checked=num_all)
 
-    def checked(case: Case) -> bool:
-        try:
-            check(case)
-        except AssertionError as error:
-            result["failures"].append(str(error))
-            say(f"WRONG: {error}")
-            return False
-        result["checked"] += 1
-        return True
 
-    for case in plan.checked():
-        checked(case)
-    say(f"{result['checked']} cases right, {len(result['failures'])} wrong")
-    if not plan.dry:
-        flush = flush_buffer(plan.device)
-        result["device"] = torch.cuda.get_device_name(plan.device)
-        result["copy_GB_per_s"] = (rate := copy_rate(plan.device, flush)) / 1e9
-        say(f"{result['device']}: a copy moves {rate / 1e9:.0f} GB/s; kernel (call) time and share of the copy's rate")
-    for case in plan.timed():
-        if time.monotonic() - start > plan.budget:
-            result["left_out"].append(f"{case.name} {case.shape}")
-        elif not checked(case):
+def time_kernels(
+    config: DeviceCheckConfig, budget: Budget, wrong: list[str], bandwidth: float, flush: torch.Tensor
+) -> Iterator[Result]:
+    """Each checked at its size before it is timed; dry, what would be timed is called."""
+    since = len(budget.left_out)
+    print("kernels, and their calls, in µs; share of the copy's rate")
+    for case in timed_cases(config):
+        if not budget.allows("kernels", f"time of {case.name} {case.shape}") or not is_right(case, wrong):
             continue
-        elif plan.dry:
+        if config.dry_run:
             inputs = case.inputs()
-            for function in rivals(case).values() if case.name == "layer_norm_backward" else [case.rival]:
+            for function in (
+                device_kernels.rivals(case).values() if case.name == "layer_norm_backward" else [case.rival]
+            ):
                 if function is not None:
-                    [call() for call in calls(case, function, [inputs])]
-            result["rows"].append({"op": case.name, "shape": case.shape, "floor_bytes": case.floor})
-        else:
-            row = time_case(case, rate, flush)
-            result["rows"].append(row)
-            say(_row_text(row))
-            torch.cuda.empty_cache()
-    if result["left_out"]:
-        say(f"left out, the time was up: {', '.join(result['left_out'])}")
-    return result
+                    [call() for call in device_kernels.calls(case, function, [inputs])]
+            continue
+        found = list(device_kernels.time_case(case, bandwidth, flush))
+        print(device_kernels.line(case, found))
+        yield from found
+        torch.cuda.empty_cache()
+    budget.name_left_out(since)
+
+
+def model_rounds(config: DeviceCheckConfig, budget: Budget, wrong: list[str]) -> Iterator[Result]:
+    """Without and with dropout; then the trace, of the last that ran."""
+    print("ours with CUDA graphs: left out, the trainer has none")
+    last, since = None, len(budget.left_out)
+    for dropout in DROPOUTS:
+        part = f"dropout {dropout:g}"
+        if budget.allows(part, f"{device_model.NAME} at {part}"):
+            deadline = budget.deadline(part)
+            try:
+                found = device_model.run_rounds(config.device, dropout, dry=config.dry_run, deadline=deadline)
+            except UserError as error:
+                wrong.append(str(error))
+                print(f"WRONG: {error}")
+                continue
+            yield from found.results()
+            last = (found.variants[OURS], dropout)
+            del found
+    if last is not None and budget.allows("trace", "trace"):
+        yield from device_model.trace(*last, config.device)
+    budget.name_left_out(since)
+
+
+def where_we_lose(results: Iterable[Result]) -> Iterator[str]:
+    """Every case in which another variant is faster than ours, the worst first."""
+    results = [result for result in results if result.figure == "time" and result.unit == "s"]
+    key: Callable[[Result], tuple[object, ...]] = lambda r: (r.case, tuple(sorted(r.parameters.items())))  # noqa: E731
+    ours = {key(result): result.median for result in results if result.variant == OURS}
+    losses = [(ours[key(r)] / r.median, r) for r in results if key(r) in ours and r.median < ours[key(r)]]
+    for factor, result in sorted(losses, key=lambda loss: -loss[0]):
+        size = result.parameters.get("shape", result.note)
+        dropout = f", dropout {result.parameters['dropout']:g}" if "dropout" in result.parameters else ""
+        yield f"{result.case} {size}{dropout}: {result.variant} is {factor:.2f} times as fast"
+
+
+def results(config: DeviceCheckConfig, wrong: list[str]) -> Iterator[Result]:
+    """Part after part, printed as they come."""
+    budget, found = Budget(config.budget), []
+
+    def noted(part: Iterable[Result]) -> Iterator[Result]:
+        for result in part:
+            found.append(result)
+            yield result
+
+    if config.dry_run:
+        print("dry run: no time below says anything")
+    flush = flush_buffer(config.device)
+    print("\n".join(device_machine.describe(config.device)))
+    copy = device_machine.bandwidth(1 << 10 if config.dry_run else WORKING_SET, flush)
+    spec, how = device_model.form(config.device, 0.0, dry=config.dry_run)
+    num_tokens = how.micro_batch_size * spec.max_position_embeddings
+    for result in (copy, *device_machine.matrix_rates(spec, num_tokens, flush)):
+        print(show_result(result))
+        yield result
+    yield from check_kernels(config, budget, wrong)
+    yield from noted(time_kernels(config, budget, wrong, 1e9 * copy.median, flush))
+    yield from noted(model_rounds(config, budget, wrong))
+    print("\n  ".join(["where we lose:", *(list(where_we_lose(found)) or ["nowhere"])]))
+    yield counted("parts", OURS, "left out", "parts", len(budget.left_out), floor=0, note=", ".join(budget.left_out))
 
 
 def main(argv: list[str]) -> int:
     """0 when every result is right."""
-    parser = argparse.ArgumentParser(prog="python -m trimegatron.bench.device_check", description=__doc__)
-    parser.add_argument("--budget", type=float, default=450.0, help="seconds after which nothing more is timed")
-    parser.add_argument("--dry-run", action="store_true", help="on the CPU: tiny, in the interpreter, no times")
-    parser.add_argument("--out", type=Path, help="JSON file (default bench/results/GPU.json; none in a dry run)")
-    args = parser.parse_args(argv)
-    if args.dry_run:
-        if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
-            raise ConfigError("--dry-run must come before Triton is imported. Run it as a process of its own")
-        os.environ["TRITON_INTERPRET"] = "1"
-    elif not torch.cuda.is_available():
-        raise ConfigError("device_check must have a GPU; there is none here. Add --dry-run to try the script itself")
-    result = run(Plan(torch.device("cpu" if args.dry_run else "cuda:0"), args.budget, args.dry_run))
-    out = args.out
-    if out is None and not args.dry_run:
-        out = Path(__file__).parent / "results" / f"kernels-{result['device'].replace(' ', '-')}.json"
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(result, indent=1) + "\n")
-        print(f"wrote {out}")
-    return 1 if result["failures"] else 0
+    wrong: list[str] = []
+    code = run(
+        "device-check", argv, DeviceCheckConfig, partial(results, wrong=wrong), description=__doc__, show=None,
+        packages=("liger-kernel",),
+    )  # fmt: skip
+    return code or int(bool(wrong))
 
 
 if __name__ == "__main__":
     try:
         sys.exit(main(sys.argv[1:]))
-    except ConfigError as error:
-        sys.exit(f"device_check: error: {error}")
+    except UserError as error:
+        print(f"device-check: error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)

@@ -2,8 +2,8 @@
 
 Counts bytes against the least an op must move, reads registers, spills, occupancy and access widths out of the compiled
 code, holds the least time of its instructions against that of its bytes (``pipes.py``), and measures the host's side of
-a launch with a stub in place of the driver. It measures no kernel's time: ``python -m trimegatron.bench.device_check``
-does, on a GPU.
+a launch with a stub in place of the driver. It measures no kernel's time: ``trimegatron bench device-check`` does, on a
+GPU.
 """
 
 from __future__ import annotations

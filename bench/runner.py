@@ -50,6 +50,7 @@ def run(
     *,
     description: str | None,
     sweeps: Mapping[str, Sequence[int]] | None = None,
+    presets: Mapping[str, Mapping[str, Any]] | None = None,
     packages: Sequence[str] = (),
     show: Callable[[Result], str] | None = show_result,
 ) -> int:
@@ -59,10 +60,13 @@ def run(
         options: the benchmark's dataclass of options.
         results: yields its results; what is wrong it raises as UserError before anything is timed.
         sweeps: option → values, for ``--sweep`` without values.
+        presets: name → options, for ``--config NAME``.
         packages: whose versions are written down beside ``PACKAGES``.
         show: a result's line; None where ``results`` prints tables of its own.
     """
-    config, output = parse(argv, options, OutputConfig, prog=f"trimegatron bench {name}", description=description or "")
+    config, output = parse(
+        argv, options, OutputConfig, prog=f"trimegatron bench {name}", description=description or "", presets=presets
+    )
     swept = sweep_values(options_of(options), output, sweeps or {})
 
     def found() -> Iterator[Result]:

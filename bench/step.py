@@ -1,29 +1,54 @@
-"""``trimegatron bench step``: one training step on this CPU, ours beside transformers' GPT-2 with torch's fused AdamW.
+"""``trimegatron bench step``: one training step, ours beside transformers' GPT-2 with torch's fused AdamW.
 
-Same weights, same batch, dropout 0, fp32. The losses of the first steps are compared before anything is timed; then
-they take turns, round after round, and the ratios of their medians are reported.
+Same weights, same batch. The losses of the first steps are compared before anything is timed; then the variants take
+turns, round after round, in one process, and what is reported are the medians of the rounds and their spread.
+``--config`` takes the name of a configuration; every option given beside it wins.
+
+``trimegatron references`` is ours with the eager references in place of the Triton kernels. On a CPU both are the same
+code, so what lies between them is the noise.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
-import statistics
-import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
 
-from trimegatron.bench.models import BETAS, CLIP, EPSILON, LR, WEIGHT_DECAY, adamw, gpt2_spec, update
-from trimegatron.config.flags import parse
-from trimegatron.config.options import Options, option
-from trimegatron.convert.gpt2 import to_gpt2
-from trimegatron.data_parallel.buffer import ParameterBuffer
+from trimegatron.bench.models import gpt2_spec
+from trimegatron.bench.results import OURS, Result
+from trimegatron.bench.rounds import compare_losses, start, take_turns
+from trimegatron.bench.runner import run
+from trimegatron.bench.step_report import StepReport
+from trimegatron.bench.variants import Batch, initial_weights, makers
+from trimegatron.config.options import Options, fail, option
 from trimegatron.errors import UserError
-from trimegatron.lazy import in_memory
-from trimegatron.model.gpt import GPTStage
-from trimegatron.model.init import initialize
 from trimegatron.model.spec import GPTSpec
+
+VARIANTS = (OURS, "trimegatron references", "transformers", "transformers compiled", "nanoGPT compiled")
+
+CONFIGURATIONS: dict[str, dict[str, Any]] = {
+    "tiny": {"num_layers": 4, "hidden_size": 256, "num_attention_heads": 4, "seq_length": 256, "micro_batch_size": 8,
+             "vocab_size": 8192, "dtype": "float32", "device": "cpu"},
+    "small": {"num_layers": 6, "hidden_size": 512, "num_attention_heads": 8, "seq_length": 256, "micro_batch_size": 4,
+              "vocab_size": 16384, "dtype": "float32", "device": "cpu"},
+    "codeparrot-small": {"num_layers": 12, "hidden_size": 768, "num_attention_heads": 12, "seq_length": 1024,
+                         "micro_batch_size": 12, "vocab_size": 32768, "dtype": "bfloat16", "device": "cuda"},
+    "gpt2-medium": {"num_layers": 24, "hidden_size": 1024, "num_attention_heads": 16, "seq_length": 1024,
+                    "micro_batch_size": 8, "vocab_size": 50304, "dtype": "bfloat16", "device": "cuda"},
+    "gpt2-xl": {"num_layers": 48, "hidden_size": 1600, "num_attention_heads": 25, "seq_length": 1024,
+                "micro_batch_size": 4, "vocab_size": 50304, "dtype": "bfloat16", "device": "cuda"},
+}  # fmt: skip
+"""GPT-2's vocabulary is rounded up to a multiple of 128, for all variants."""
+
+SMALL_FORM: dict[str, Any] = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "seq_length": 32,
+                              "micro_batch_size": 2, "vocab_size": 128, "device": "cpu", "rounds": 2, "steps": 2,
+                              "compile_backend": "aot_eager"}  # fmt: skip
+"""What a dry run makes of any configuration."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,142 +61,84 @@ class StepBenchConfig(Options):
     seq_length: int = option(256, "tokens of one sample", unit="tokens", minimum=1)
     micro_batch_size: int = option(8, "samples of one step", unit="samples", minimum=1)
     vocab_size: int = option(8192, "words", minimum=1)
-    threads: int = option(None, "threads of each", derived="the machine's cores", minimum=1)
-    compiled: bool = option(False, "let torch.compile(transformers) take part too; compiling takes a minute")
-    rounds: int = option(3, "how often they take turns", minimum=1)
+    dropout: float = option(0.0, "of hidden states and attention")
+    dtype: str = option(
+        "float32", "bfloat16: ours with fp32 masters and gradients, the others under torch.autocast",
+        choices=("float32", "bfloat16"),
+    )  # fmt: skip
+    device: str = option("cpu", "where it runs", choices=("cpu", "cuda"))
+    variants: list[str] = option(
+        list(VARIANTS[:4]), "what takes part; compiling takes a minute", choices=VARIANTS, metavar="NAME"
+    )
+    compile_backend: str = option("inductor", "what torch.compile compiles with")
+    threads: int = option(None, "threads of each, on a CPU", derived="the machine's cores", minimum=1)
+    rounds: int = option(5, "how often they take turns", minimum=1)
     steps: int = option(6, "steps in a turn; the first is not timed", minimum=2)
+    dry_run: bool = option(False, "walk through on the CPU at a tiny size; the figures say nothing of the real one")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.hidden_size % self.num_attention_heads:
+            fail("hidden_size", self.hidden_size, f"must be a multiple of --num-attention-heads "
+                 f"({self.num_attention_heads})")  # fmt: skip
+        if self.dropout >= 1.0:
+            fail("dropout", self.dropout, "must be below 1")
+        if OURS not in self.variants:
+            fail("variants", " ".join(self.variants), f"must have {OURS} among them, which ratios are of")
+        if self.device == "cuda" and not self.dry_run and not torch.cuda.is_available():
+            fail("device", self.device, "must be there, and torch finds no GPU",
+                 way_out="Add --dry-run to walk through at a tiny size, or --device cpu for a slow one.")  # fmt: skip
+
+    @cached_property
+    def name(self) -> str:
+        """Of the configuration that this is."""
+        values = vars(self)
+        return next(
+            (name for name, preset in CONFIGURATIONS.items() if all(values[key] == preset[key] for key in preset)),
+            "custom",
+        )
+
+    @cached_property
+    def spec(self) -> GPTSpec:
+        return gpt2_spec(
+            num_layers=self.num_layers,
+            hidden_size=self.hidden_size,
+            num_attention_heads=self.num_attention_heads,
+            seq_length=self.seq_length,
+            vocab_size=self.vocab_size,
+            attention_dropout=self.dropout,
+            hidden_dropout=self.dropout,
+            dtype=getattr(torch, self.dtype),
+            device=torch.device(self.device),
+        )
 
 
 def main(argv: list[str]) -> int:
     """Compare, time, report."""
-    (config,) = parse(argv, StepBenchConfig, prog="trimegatron bench step", description=__doc__ or "")
+    return run(
+        "step", argv, StepBenchConfig, results, description=__doc__, presets=CONFIGURATIONS, show=None,
+        sweeps={"seq_length": (16, 64, 256, 1024)},
+    )  # fmt: skip
+
+
+def results(config: StepBenchConfig) -> Iterator[Result]:
+    """Run the variants and print what is found.
+
+    Raises:
+        UserError: the losses differ, or our step does not fit into the GPU's memory.
+    """
+    if config.dry_run:
+        print(f"dry run of {config.name}: 2 layers of 64 on the CPU; no figure below is one of the configuration")
+        config = dataclasses.replace(config, **SMALL_FORM)
+    spec, device = config.spec, config.spec.device
     torch.set_num_threads(config.threads or os.cpu_count() or 1)
-    spec = gpt2_spec(
-        num_layers=config.num_layers,
-        hidden_size=config.hidden_size,
-        num_attention_heads=config.num_attention_heads,
-        seq_length=config.seq_length,
-        vocab_size=config.vocab_size,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-    )
-    tokens = torch.randint(
-        config.vocab_size, (config.micro_batch_size, config.seq_length + 1), generator=torch.Generator().manual_seed(0)
-    )
-    model = GPTStage(spec, range(spec.num_layers))
-    initialize(model, spec.seed)
-    contenders = {"transformers": transformers_step(model, spec, tokens)}
-    if config.compiled:
-        contenders["transformers compiled"] = transformers_step(model, spec, tokens, compiled=True)
-    contenders["trimegatron"] = our_step(model, tokens)
-    compare_losses(contenders)
-    times = time_in_turns(contenders, rounds=config.rounds, steps=config.steps)
-    report(times, tokens_per_step=config.micro_batch_size * config.seq_length)
-    return 0
-
-
-def our_step(model: GPTStage, tokens: torch.Tensor) -> Callable[[], float]:
-    """Forward, backward, clip and AdamW over the flat buffer, as the trainer does it; returns the loss."""
-    buffer = ParameterBuffer(model.named_parameters(), grad_dtype=torch.float32)
-    optimizer = adamw(buffer, kernels="auto")
-    inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-
-    def step() -> float:
-        buffer.start(num_micro_batches=1)
-        loss = model(inputs, labels=labels) / labels.numel()
-        loss.backward()
-        update(optimizer)
-        return loss.item()
-
-    return step
-
-
-def transformers_step(
-    model: GPTStage, spec: GPTSpec, tokens: torch.Tensor, *, compiled: bool = False
-) -> Callable[[], float]:
-    """The same step as a user of transformers writes it, from the same weights."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    theirs = GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=spec.vocab_size,
-            n_positions=spec.max_position_embeddings,
-            n_embd=spec.hidden_size,
-            n_layer=spec.num_layers,
-            n_head=spec.num_attention_heads,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-            activation_function="gelu_new",
-            bos_token_id=0,
-            eos_token_id=0,
-        )
-    )
-    weights = to_gpt2(
-        {name: in_memory(parameter.detach()) for name, parameter in model.named_parameters()},
-        num_layers=spec.num_layers,
-        num_attention_heads=spec.num_attention_heads,
-    )
-    theirs.load_state_dict({name: tensor.load() for name, tensor in weights.items()}, strict=False)
-    theirs.tie_weights()
-    theirs.train()
-    decayed = [parameter for parameter in theirs.parameters() if parameter.dim() >= 2]
-    others = [parameter for parameter in theirs.parameters() if parameter.dim() < 2]
-    optimizer = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}],
-        lr=LR,
-        betas=BETAS,
-        eps=EPSILON,
-        fused=True,
-    )
-    inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-
-    def loss_of(inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.cross_entropy(theirs(inputs).logits.flatten(0, 1), labels.flatten())
-
-    forward = torch.compile(loss_of) if compiled else loss_of
-
-    def step() -> float:
-        optimizer.zero_grad()
-        loss = forward(inputs, labels)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(theirs.parameters(), CLIP)
-        optimizer.step()
-        return loss.item()
-
-    return step
-
-
-def compare_losses(contenders: dict[str, Callable[[], float]], num_steps: int = 3) -> None:
-    """Refuse to time what does not compute the same."""
-    losses = {name: [step() for _ in range(num_steps)] for name, step in contenders.items()}
-    for of_one_step in zip(*losses.values(), strict=True):
-        if max(of_one_step) - min(of_one_step) > 2e-5 * abs(of_one_step[0]):
-            raise UserError(f"the losses differ, so nothing is timed: {losses}")
-    print(f"first {num_steps} losses agree: " + ", ".join(f"{loss:.6f}" for loss in losses["trimegatron"]))
-
-
-def time_in_turns(contenders: dict[str, Callable[[], float]], *, rounds: int, steps: int) -> dict[str, list[float]]:
-    """Seconds of each timed step of each contender; they take turns, so that a noisy minute meets all of them."""
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    for _ in range(rounds):
-        for name, step in contenders.items():
-            step()
-            for _ in range(steps - 1):
-                started = time.perf_counter()
-                step()
-                times[name].append(time.perf_counter() - started)
-    return times
-
-
-def report(times: dict[str, list[float]], *, tokens_per_step: int) -> None:
-    for name, seconds in times.items():
-        median = statistics.median(seconds)
-        print(
-            f"{name:21} median {median * 1e3:8.1f} ms (min {min(seconds) * 1e3:.1f}, max {max(seconds) * 1e3:.1f}), "
-            f"{tokens_per_step / median:8.0f} tokens/s"
-        )
-    ours = statistics.median(times.pop("trimegatron"))
-    for name, seconds in times.items():
-        ratio = statistics.median(seconds) / ours
-        print(f"trimegatron is {ratio:.2f} times as fast as {name} (torch {torch.__version__}, CPU)")
+    batch, weights = Batch.random(spec, config.micro_batch_size), initial_weights(spec)
+    made = makers(spec, weights, batch, compile_backend=config.compile_backend)
+    contenders = start({name: made[name] for name in VARIANTS if name in config.variants}, device=device)
+    if OURS not in contenders:
+        raise UserError("the GPU's memory does not hold our own step. Give a smaller --micro-batch-size")
+    print(compare_losses(contenders, dtype=spec.dtype, drops=config.dropout > 0.0))
+    take_turns(contenders, device=device, rounds=config.rounds, steps=config.steps)
+    found = StepReport(config.name, spec, config.micro_batch_size, contenders)
+    print("\n".join(found.lines()))
+    yield from found.results()

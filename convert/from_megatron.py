@@ -12,6 +12,7 @@ from typing import Any
 from trimegatron.checkpoint.checkpoint import Progress
 from trimegatron.checkpoint.directory import TOKENIZER
 from trimegatron.config import Config
+from trimegatron.convert.from_torch_dist import left_out, read_whole
 from trimegatron.convert.ledger import check_shapes, match
 from trimegatron.convert.megatron_args import config_from_args
 from trimegatron.convert.megatron_files import MegatronFiles, RankFile, read_megatron_files
@@ -66,14 +67,20 @@ def read_megatron(
     config = config_from_args(
         args,
         where=found.folder,
+        is_core=found.is_core,
         vocab_size=vocabulary(args, tokenizer, found, mask_padded_vocab),
         mask_padded_vocab=mask_padded_vocab,
         tokenizer_type=tokenizer.type,
         megatron_compat=compat_of(found),
     )
-    pieces, optimizer = read_ranks(found, config, with_optimizer=with_optimizer and not found.is_release)
-    tensors = {kind: merge(places, config) for kind, places in pieces.items()}
+    with_optimizer = with_optimizer and not found.is_release
     notes = []
+    if found.dist is not None:
+        tensors, optimizer = read_whole(found.dist, found.first, config, with_optimizer=with_optimizer)
+        notes += left_out(found.dist)
+    else:
+        pieces, optimizer = read_ranks(found, config, with_optimizer=with_optimizer)
+        tensors = {kind: merge(places, config) for kind, places in pieces.items()}
     if optimizer is None:
         notes.append("no optimizer state is taken along: go on with --no-load-optim, or start anew with --finetune")
     if args.get("rampup_batch_size"):
@@ -89,13 +96,13 @@ def read_megatron(
 
 
 def compat_of(found: MegatronFiles) -> int:
-    """Whose rules ordered the data: the names of Megatron-Core's parameters came with the newer ones; a checkpoint
-    that we wrote says so itself.
+    """Whose rules ordered the data: Megatron-Core's models came with the newer ones; a checkpoint that we wrote says so
+    itself.
     """
     said = found.first.args.get("megatron_compat")
     if said is not None:
         return said
-    return 2022 if any("language_model" in chunk for chunk in found.first.chunks) else 2026
+    return 2026 if found.is_core else 2022
 
 
 def tokenizer_of(found: MegatronFiles, files: VocabularyConfig) -> Tokenizer:

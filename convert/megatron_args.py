@@ -37,6 +37,7 @@ REQUIRED: dict[str, tuple[Any, ...]] = {
     "position_embedding_type": ("learned_absolute",),
     "qk_layernorm": (False,),
     "qk_l2_norm": (False,),
+    "quick_geglu": (False,),
     "softmax_type": ("vanilla",),
     "squared_relu": (False,),
     "standalone_embedding_stage": (False,),
@@ -73,10 +74,11 @@ NOT_READ = {
 """Options that the conversion sets itself, or that are of the command and not of the run."""
 
 
-def config_from_args(args: Mapping[str, Any], *, where: Path, **given: Any) -> Config:
+def config_from_args(args: Mapping[str, Any], *, where: Path, is_core: bool = False, **given: Any) -> Config:
     """The configuration of a run of Megatron-LM's, as for one process.
 
     Args:
+        is_core: the model is one of Megatron-Core's.
         given: options that the conversion knows better, by name.
 
     Raises:
@@ -91,8 +93,10 @@ def config_from_args(args: Mapping[str, Any], *, where: Path, **given: Any) -> C
         raise CheckpointError(f"{where} is of a model that cannot be represented here: {'; '.join(problems)}")
     values = {name: value for name, value in args.items() if value is not None and name not in NOT_READ}
     values.setdefault("layernorm_epsilon", values.get("norm_epsilon", 1e-5))
-    # Without the fusion Megatron-LM computes the exact form, unless it was told to take OpenAI's, which is the tanh.
-    values["bias_gelu_fusion"] = bool(args.get("bias_gelu_fusion", True) or args.get("openai_gelu", False))
+    # Without the fusion Megatron-LM computes the exact form, unless it was told to take OpenAI's, which is the tanh;
+    # Megatron-Core accepts that option without effect.
+    is_openai = args.get("openai_gelu", False) and not is_core
+    values["bias_gelu_fusion"] = bool(args.get("bias_gelu_fusion", True) or is_openai)
     values.setdefault("lr", 0.0)
     if values.get("train_samples"):
         values.pop("train_iters", None)

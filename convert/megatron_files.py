@@ -1,9 +1,11 @@
-"""The files of a Megatron-LM checkpoint: one of ``torch.save``'s for each tensor- and pipeline-parallel rank.
+"""The files of a Megatron-LM checkpoint: one of ``torch.save``'s for each tensor- and pipeline-parallel rank, or
+torch_dist's, in which the tensors are whole (``torch_dist.py``).
 
 ::
 
     latest_checkpointed_iteration.txt
     iter_0000100/mp_rank_TT[_PPP]/model_optim_rng.pt        (model_rng.pt beside a distributed optimizer)
+    iter_0000100/{.metadata, metadata.json, *.distcp}
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from trimegatron.checkpoint.directory import TRACKER, checkpoint_folder
+from trimegatron.convert.torch_dist import FORM, METADATA, TorchDist, read_torch_dist
 from trimegatron.convert.torch_file import Inert, read_torch_file
 from trimegatron.errors import CheckpointError
 
@@ -54,9 +57,11 @@ class MegatronFiles:
 
     folder: Path
     ranks: dict[tuple[int, int], RankFile]
-    """By tensor- and pipeline-parallel rank."""
+    """By tensor- and pipeline-parallel rank; of torch_dist the one holds what all ranks hold alike, and no model."""
     tp: int
     pp: int
+    dist: TorchDist | None = None
+    """The tensors, where the checkpoint is of torch_dist."""
 
     @property
     def first(self) -> RankFile:
@@ -66,11 +71,16 @@ class MegatronFiles:
     def is_release(self) -> bool:
         return self.folder.name == RELEASE
 
+    @property
+    def is_core(self) -> bool:
+        """Whether the model is one of Megatron-Core's, which the names of its parameters tell."""
+        return not any("language_model" in chunk for chunk in self.first.chunks)
+
 
 def is_megatron(root: Path) -> bool:
     """Whether a folder looks like one of Megatron-LM's checkpoints or holds one."""
     folders = [root, *root.glob("iter_*"), root / RELEASE]
-    return any(any(folder.glob("mp_rank_*")) or (folder / ".metadata").exists() for folder in folders)
+    return any(any(folder.glob("mp_rank_*")) or (folder / METADATA).exists() for folder in folders)
 
 
 def read_megatron_files(root: Path, ckpt_step: int | None = None) -> MegatronFiles:
@@ -80,11 +90,10 @@ def read_megatron_files(root: Path, ckpt_step: int | None = None) -> MegatronFil
         CheckpointError: there is none, a rank is missing, a file is damaged, or the files are not of one checkpoint.
     """
     folder = find_iteration(root, ckpt_step)
-    if (folder / ".metadata").exists() or (folder / "metadata.json").exists():
-        raise CheckpointError(
-            f"{folder} is of Megatron-LM's torch_dist form, which is not read here. Let Megatron-LM save it with "
-            "--ckpt-format torch (it converts with --ckpt-convert-format torch --ckpt-convert-save DIR)"
-        )
+    if (folder / METADATA).exists() or (folder / FORM).exists():
+        dist = read_torch_dist(folder)
+        common = RankFile(folder / METADATA, with_args(dist.common(), folder))
+        return MegatronFiles(folder, {(0, 0): common}, *layout(common.args), dist)
     found: dict[tuple[int, int], RankFile] = {}
     for path in sorted(path for name in FILES for path in folder.glob(f"mp_rank_*/{name}")):
         rank = RANK.fullmatch(path.parent.name)
@@ -96,10 +105,7 @@ def read_megatron_files(root: Path, ckpt_step: int | None = None) -> MegatronFil
         found[place] = RankFile(path, read_rank_file(path))
     if not found:
         raise CheckpointError(f"{folder} holds no mp_rank_*/{FILES[0]}")
-    first = found[min(found)]
-    args = first.args
-    tp = args.get("tensor_model_parallel_size", args.get("model_parallel_size", 1))
-    pp = args.get("pipeline_model_parallel_size", 1)
+    tp, pp = layout(found[min(found)].args)
     expected = {(t, p) for t in range(tp) for p in range(pp)}
     if found.keys() != expected:
         missing = ", ".join(str(place) for place in sorted(expected - found.keys())) or "none"
@@ -115,12 +121,25 @@ def read_megatron_files(root: Path, ckpt_step: int | None = None) -> MegatronFil
     return MegatronFiles(folder, found, tp, pp)
 
 
+def layout(args: Mapping[str, Any]) -> tuple[int, int]:
+    """Tensor- and pipeline-parallel size of the run."""
+    return (
+        args.get("tensor_model_parallel_size", args.get("model_parallel_size", 1)),
+        args.get("pipeline_model_parallel_size", 1),
+    )
+
+
 def read_rank_file(path: Path) -> Mapping[str, Any]:
-    content = read_torch_file(path)
-    if not isinstance(content, Mapping) or not isinstance(content.get("args"), Inert):
-        raise CheckpointError(f"{path} holds no args; it is not a training checkpoint of Megatron-LM's")
+    content = with_args(read_torch_file(path), path)
     if "model" not in content and "model0" not in content:
         raise CheckpointError(f"{path} holds no model")
+    return content
+
+
+def with_args(content: Any, path: Path) -> Mapping[str, Any]:
+    """``content``, if it is what a training run saves. Raises CheckpointError."""
+    if not isinstance(content, Mapping) or not isinstance(content.get("args"), Inert):
+        raise CheckpointError(f"{path} holds no args; it is not a training checkpoint of Megatron-LM's")
     return content
 
 
@@ -128,7 +147,7 @@ def find_iteration(root: Path, ckpt_step: int | None) -> Path:
     """The folder of one checkpoint under ``root``. Raises CheckpointError."""
     if not root.is_dir():
         raise CheckpointError(f"--load ({root}) does not exist. Give the folder that Megatron-LM saved into")
-    if ckpt_step is None and (any(root.glob("mp_rank_*")) or (root / ".metadata").exists()):
+    if ckpt_step is None and (any(root.glob("mp_rank_*")) or (root / METADATA).exists()):
         return root
     if ckpt_step is not None:
         folder = checkpoint_folder(root, ckpt_step)

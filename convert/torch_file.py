@@ -11,7 +11,8 @@ import io
 import pickle
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,17 +88,28 @@ class Storage:
     dtype: torch.dtype
 
 
-def read_torch_file(path: Path) -> Any:
+def read_torch_file(path: Path, start: int = 0, length: int | None = None) -> Any:
     """The object in a file of ``torch.save``, with each tensor as a :class:`LazyTensor`.
+
+    Args:
+        start, length: where in the file the archive lies, in bytes; without them it is the file.
 
     Raises:
         CheckpointError: the file is cut short or no such file, or its pickle names something that is not on the list.
     """
+    with refusing_damage(path, "a file of torch.save (1.6 or newer)"), path.open("rb") as file:
+        content = file if length is None else io.BufferedReader(_Slice(file, start, length))
+        with zipfile.ZipFile(content) as archive:
+            return _TorchUnpickler(path, archive, start).load()
+
+
+@contextmanager
+def refusing_damage(path: Path, kind: str) -> Iterator[None]:
+    """Whatever reading a damaged pickle raises becomes a CheckpointError with the file's name."""
     try:
-        with zipfile.ZipFile(path) as archive:
-            return _Unpickler(path, archive).load()
+        yield
     except (zipfile.BadZipFile, OSError, EOFError, pickle.UnpicklingError) as error:
-        raise CheckpointError(f"{path} is not a file of torch.save (1.6 or newer) that can be read: {error}") from error
+        raise CheckpointError(f"{path} is not {kind} that can be read: {error}") from error
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
 
@@ -116,19 +128,66 @@ def is_zip(path: Path) -> bool:
     return zipfile.is_zipfile(path)
 
 
-class _Unpickler(pickle.Unpickler):
-    """Reads one file. What it lets a pickle call is made anew for each, so that no file can change it for the next."""
+class _Slice(io.RawIOBase):
+    """A part of a file as a file of its own."""
 
-    def __init__(self, path: Path, archive: zipfile.ZipFile):
+    def __init__(self, file: io.BufferedReader, start: int, length: int):
+        self.file, self.start, self.length, self.position = file, start, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self.position = max(0, offset + (0, self.position, self.length)[whence])
+        return self.position
+
+    def readinto(self, buffer: Any) -> int:
+        self.file.seek(self.start + self.position)
+        part = self.file.read(max(0, min(len(buffer), self.length - self.position)))
+        buffer[: len(part)] = part
+        self.position += len(part)
+        return len(part)
+
+
+class RestrictedUnpickler(pickle.Unpickler):
+    """Reads a pickle that may name what is ``known``, and gets that for it; nothing is imported."""
+
+    def __init__(self, path: Path, data: bytes, known: Mapping[tuple[str, str], Any]):
+        super().__init__(io.BytesIO(data))
+        self.path, self.known = path, dict(known)
+
+    def find_class(self, module: str, name: str) -> Any:
+        """The stand-in for what the pickle names."""
+        if (module, name) not in self.known and f"{module}.".startswith(INERT_PACKAGE):
+            self.known[module, name] = inert(name)
+        if (module, name) not in self.known:
+            raise CheckpointError(
+                f"{self.path} asks for {module}.{name}, which no checkpoint of this kind needs. It was not run; do not "
+                "load this file elsewhere unless you trust its origin"
+            )
+        return self.known[module, name]
+
+
+def inert(name: str) -> type[Inert]:
+    """A stand-in of that name, made anew for each file, so that no file can change it for the next."""
+    return type(name, (Inert,), {})
+
+
+class _TorchUnpickler(RestrictedUnpickler):
+    """Reads one archive of torch.save's."""
+
+    def __init__(self, path: Path, archive: zipfile.ZipFile, start: int):
         names = [name for name in archive.namelist() if name.endswith("/data.pkl") or name == "data.pkl"]
         if len(names) != 1:
             raise CheckpointError(f"{path} is a zip but not one of torch.save: it holds {len(names)} data.pkl")
-        super().__init__(io.BytesIO(archive.read(names[0])))
-        self.path, self.archive = path, archive
+        self.archive, self.start = archive, start
         self.root = names[0].removesuffix("data.pkl")
+        super().__init__(path, archive.read(names[0]), self._known())
         if f"{self.root}byteorder" in archive.namelist() and archive.read(f"{self.root}byteorder") != b"little":
             raise CheckpointError(f"{path} was written on a big-endian machine; load and save it on another")
-        self.known = self._known()
 
     def _known(self) -> dict[tuple[str, str], Any]:
         def rebuild_tensor(storage: Storage, offset: int, size: tuple, stride: tuple, *_: Any) -> LazyTensor:
@@ -150,19 +209,8 @@ class _Unpickler(pickle.Unpickler):
         }
         known |= {("torch", name): dtype for name, dtype in STORAGES.items()}
         known |= {("torch", name): getattr(torch, name) for name in DTYPES}
-        known |= {name: type(name[1], (Inert,), {}) for name in INERT}
+        known |= {name: inert(name[1]) for name in INERT}
         return known
-
-    def find_class(self, module: str, name: str) -> Any:
-        """The stand-in for what the pickle names; nothing is imported."""
-        if (module, name) not in self.known and f"{module}.".startswith(INERT_PACKAGE):
-            self.known[module, name] = type(name, (Inert,), {})
-        if (module, name) not in self.known:
-            raise CheckpointError(
-                f"{self.path} asks for {module}.{name}, which no checkpoint of this kind needs. It was not run; do not "
-                "load this file elsewhere unless you trust its origin"
-            )
-        return self.known[module, name]
 
     def persistent_load(self, reference: Any) -> Storage:
         """Where the bytes of a storage lie: the zip holds them as they are, not compressed."""
@@ -172,11 +220,12 @@ class _Unpickler(pickle.Unpickler):
         record = self.archive.getinfo(f"{self.root}data/{key}")
         if record.compress_type != zipfile.ZIP_STORED or record.file_size < num_elements * dtype.itemsize:
             raise CheckpointError(f"{self.path}: the bytes of tensor {key} are compressed or too few")
+        place = self.start + record.header_offset
         with self.path.open("rb") as file:
-            file.seek(record.header_offset)
+            file.seek(place)
             header = file.read(30)
         lengths = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
-        return Storage(record.header_offset + 30 + lengths, num_elements, dtype)
+        return Storage(place + 30 + lengths, num_elements, dtype)
 
     def tensor(self, storage: Storage, offset: int, size: tuple[int, ...], stride: tuple[int, ...]) -> LazyTensor:
         """A view of a storage; one that does not lie row after row is read whole."""

@@ -22,7 +22,7 @@ from trimegatron.kernels.adamw_runs import Run
 from trimegatron.kernels.adamw_scalars import AdamWScalar
 
 _CHUNK = 1 << 18  # elements that several passes read: their temporaries stay in cache, and calls stay few
-_DOT_CHUNK = 1 << 16  # elements of one dot product, which adds in fp32
+_NORM_ROW = 1 << 11  # elements whose squares are added one after another, in fp32
 
 
 def layer_norm_forward(
@@ -322,6 +322,9 @@ def adamw_step_(
 
 @torch.no_grad()
 def sum_of_squares(grad: Tensor) -> Tensor:
-    """Σ grad², a 0-dimensional fp32 tensor. Added per chunk and then over chunks, so that long shards lose nothing."""
-    chunks = (chunk.float() for chunk in grad.reshape(-1).split(_DOT_CHUNK))
-    return torch.stack([chunk.dot(chunk) for chunk in chunks]).sum()
+    """Σ grad², a 0-dimensional fp32 tensor. Added per row and then over rows, so that long shards lose nothing."""
+    flat = grad.reshape(-1)
+    in_rows = flat.numel() // _NORM_ROW * _NORM_ROW
+    norms = torch.linalg.vector_norm(flat[:in_rows].view(-1, _NORM_ROW), dim=1, dtype=torch.float32)
+    rest = torch.linalg.vector_norm(flat[in_rows:], dtype=torch.float32)
+    return torch.cat([norms, rest.view(1)]).square().sum()

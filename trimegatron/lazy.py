@@ -104,6 +104,26 @@ def assemble(shape: tuple[int, ...], pieces: Sequence[tuple[tuple[int, ...], Laz
     return LazyTensor(shape, pieces[0][1].dtype, open_pieces)
 
 
+def row_of(source: LazyTensor, index: int) -> LazyTensor:
+    """One row of ``source`` as a tensor of its own; it is read whole."""
+
+    def open_row() -> Rows:
+        (row,) = source.open()(index, index + 1)
+        return lambda first, last: row[first:last]
+
+    return LazyTensor(source.shape[1:], source.dtype, open_row)
+
+
+def reshaped(source: LazyTensor, shape: tuple[int, ...]) -> LazyTensor:
+    """``source`` with other dimensions and its elements in the same order; it is read whole."""
+
+    def open_source() -> Rows:
+        whole = source.load().reshape(shape)
+        return lambda first, last: whole[first:last]
+
+    return LazyTensor(shape, source.dtype, open_source)
+
+
 def rearranged(source: LazyTensor, shape: tuple[int, ...], place: Callable[[torch.Tensor], torch.Tensor]) -> LazyTensor:
     """The elements of ``source`` in another order.
 

@@ -23,9 +23,15 @@ from trimegatron.model.spec import GPTSpec
 
 PEAK_FLOPS = {  # dense bf16/fp16 tensor-core peak of one device, by the name torch gives
     "NVIDIA A100": 312e12,
+    "NVIDIA H100 NVL": 835e12,
+    "NVIDIA H100 PCIe": 756e12,
     "NVIDIA H100": 989e12,
+    "NVIDIA H200 NVL": 835e12,
     "NVIDIA H200": 989e12,
+    "NVIDIA B200": 2250e12,
+    "NVIDIA L40S": 362e12,
 }
+"""The first that a name begins with counts. Source: NVIDIA's data sheets, without sparsity."""
 
 
 def flops_per_token(spec: GPTSpec, seq_length: int) -> float:
@@ -47,6 +53,8 @@ def peak_flops(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
+    if " MIG " in name:  # a part of a device
+        return None
     return next((peak for known, peak in PEAK_FLOPS.items() if name.startswith(known)), None)
 
 

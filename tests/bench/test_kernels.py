@@ -1,22 +1,15 @@
-"""The kernels' benchmark and the check on a device, as far as they go without one."""
+"""The kernels' benchmark, which needs no device."""
 
 from __future__ import annotations
-
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-from trimegatron.bench import aot, cli, device_check, kernel_cases
+from trimegatron.bench import aot, cli, kernel_cases
 from trimegatron.bench.case import Shapes
 from trimegatron.bench.closeness import close
 from trimegatron.bench.traffic import moved_bytes
 from trimegatron.errors import ConfigError
-
-ROOT = Path(__file__).parents[2]
 
 
 def test_every_op_moves_what_the_table_says() -> None:
@@ -47,22 +40,6 @@ def test_wrong_results_are_found() -> None:
         close(torch.ones(3), torch.tensor([1.0, 1.0, 1.001]), 1e-5, "x")
     with pytest.raises(AssertionError, match="x"):
         close(torch.ones(3), torch.full((3,), float("nan")), 1e-5, "x")
-
-
-def test_the_device_check_walks_through_on_a_cpu() -> None:
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-m", "trimegatron.bench.device_check", "--dry-run", "--budget", "0"],
-        env=environment, text=True, capture_output=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "144 cases right, 0 wrong" in done.stdout and "left out, the time was up: layer_norm_forward" in done.stdout
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_no_gpu_is_said() -> None:
-    with pytest.raises(ConfigError, match="must have a GPU"):
-        device_check.main([])
 
 
 def test_compiled_figures_are_printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

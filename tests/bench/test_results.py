@@ -129,7 +129,7 @@ def test_files_that_cannot_be_read(tmp_path: Path):
     assert read_run(tmp_path / "a.json").cases == []
 
 
-@pytest.mark.parametrize("name", sorted(cli.BENCHMARKS.keys() - {"step"}))
+@pytest.mark.parametrize("name", sorted(cli.BENCHMARKS))
 def test_every_benchmark_writes_results(name: str, capsys: pytest.CaptureFixture):
     with suppress(SystemExit):
         assert cli.main([name, "--help"]) == 0

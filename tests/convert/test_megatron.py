@@ -321,7 +321,7 @@ def change_one(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None
             lambda root: (next(root.glob("iter_*/mp_rank_00_000")) / "distrib_optim.pt").touch(),
             "distributed optimizer .* --no-load-optim",
         ),
-        (lambda root: (next(root.glob("iter_*")) / "metadata.json").write_text("{}"), "torch_dist form"),
+        (lambda root: (next(root.glob("iter_*")) / "metadata.json").write_text("{}"), r"has no \.metadata"),
         (lambda root: (root / "latest_checkpointed_iteration.txt").write_text("12"), "iter_0000012 does not exist"),
         (lambda root: (root / "latest_checkpointed_iteration.txt").unlink(), "Give --ckpt-step"),
     ],
@@ -364,17 +364,18 @@ def test_the_vocabulary_must_be_the_padded_one(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_the_activation_is_the_runs():
-    def activation(**args: Any) -> bool:
+    def activation(is_core: bool = False, **args: Any) -> bool:
         from trimegatron.convert.megatron_args import config_from_args
 
         values = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "max_position_embeddings": 4}
         values |= {"micro_batch_size": 1, "seq_length": 4}
         return config_from_args(
-            values | args, where=Path("x"), vocab_size=9, tokenizer_type="NullTokenizer"
+            values | args, where=Path("x"), is_core=is_core, vocab_size=9, tokenizer_type="NullTokenizer"
         ).model.bias_gelu_fusion
 
     assert activation(bias_gelu_fusion=True) and activation(bias_gelu_fusion=False, openai_gelu=True)
     assert not activation(bias_gelu_fusion=False, openai_gelu=False)
+    assert not activation(bias_gelu_fusion=False, openai_gelu=True, is_core=True) and activation(is_core=True)
 
 
 def test_layouts_that_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture):

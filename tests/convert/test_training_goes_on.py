@@ -46,8 +46,8 @@ MICRO = {
 }
 
 
-def go_on(flags: list[str], prefix: Path, tensor_parallel_size: int) -> list[tuple[float, float]]:
-    """Loss and gradient norm of the steps that are left, on one rank."""
+def go_on(flags: list[str], prefix: Path, tensor_parallel_size: int, last: int = 20) -> list[tuple[float, float]]:
+    """Loss and gradient norm of the steps that are left up to ``last``, on one rank."""
     device = select_device("cpu")
     config = parse_train_args(flags, world_size=launched_world_size())
     tokenizer = build_tokenizer("NullTokenizer", vocab_size=config.model.vocab_size)
@@ -59,7 +59,7 @@ def go_on(flags: list[str], prefix: Path, tensor_parallel_size: int) -> list[tup
         trainer.datasets = Datasets(Rows(prefix), None, None)  # type: ignore[arg-type]
         batches = trainer.loader(trainer.datasets.train, trainer.progress.consumed_samples)
         curve = []
-        for _ in range(trainer.progress.iteration, 20):
+        for _ in range(trainer.progress.iteration, last):
             result = trainer.train_step(batches)
             trainer.progress.scheduled_samples += 8
             curve.append((result.loss, result.grad_norm))

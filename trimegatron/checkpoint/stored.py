@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from trimegatron.errors import CheckpointError
 from trimegatron.lazy import LazyTensor, assemble
@@ -16,6 +18,16 @@ from trimegatron.safetensors_file import read_safetensors
 
 SHARDING_KEY = "DCP_SHARDING_INFO"
 """Header entry where torch's reader looks for {tensor name: {"saved_offsets": [...]}}."""
+
+
+class Rectangle(Protocol):
+    """A part of a global tensor."""
+
+    @property
+    def offsets(self) -> tuple[int, ...]: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
 
 
 @dataclass(frozen=True)
@@ -50,7 +62,7 @@ def stored_pieces(folder: Path) -> dict[str, list[StoredPiece]]:
     return stored
 
 
-def global_shape(pieces: list[StoredPiece]) -> tuple[int, ...]:
+def global_shape(pieces: Sequence[Rectangle]) -> tuple[int, ...]:
     """The shape of the whole tensor that the pieces cover."""
     return tuple(max(piece.offsets[d] + piece.shape[d] for piece in pieces) for d in range(len(pieces[0].shape)))
 
@@ -69,7 +81,7 @@ def check_coverage(folder: Path, name: str, pieces: list[StoredPiece]) -> tuple[
     return shape
 
 
-def covers(pieces: list[StoredPiece], shape: tuple[int, ...]) -> bool:
+def covers(pieces: Sequence[Rectangle], shape: tuple[int, ...]) -> bool:
     """Whether rectangles cover a whole tensor: they have as many elements together, and no two overlap."""
     if global_shape(pieces) != shape or sum(math.prod(piece.shape) for piece in pieces) != math.prod(shape):
         return False

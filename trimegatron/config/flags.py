@@ -253,18 +253,22 @@ def read_options(
     prog: str,
     description: str,
     epilog: str | None = None,
+    presets: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Given:
     """What ``argv`` and the ``--config`` files in it give for the options of ``groups``; defaults are not filled in.
+    ``presets`` are options under a name that ``--config`` takes like a file.
 
     ``--help`` prints and raises SystemExit(0), as argparse does.
     """
+    presets = presets or {}
     parser = OptionParser(prog=prog, description=description, epilog=epilog)
     parser.add_argument(
         "--config",
         metavar="FILE.yaml",
         action="append",
         default=[],
-        help="read options from a YAML file, under the same names; the command line wins, a later file wins too",
+        help="read options from a YAML file, under the same names; the command line wins, a later file wins too"
+        + (f". One of these names is a file that is here already: {', '.join(presets)}" if presets else ""),
     )
     for group in groups:
         add_options(parser, group)
@@ -274,7 +278,10 @@ def read_options(
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
     for path in raw.pop("config"):
-        for name, value in _read_file(Path(path), groups, parser).items():
+        if presets and path not in presets and not Path(path).exists():
+            fail("config", path, f"must be a YAML file or one of {', '.join(presets)}")
+        content = presets[path] if path in presets else load_mapping(Path(path))
+        for name, value in _read_mapping(content, path, groups, parser).items():
             values[name], sources[name] = value, path
     declared = {name: found for group in groups for name, found in options_of(group).items()}
     for name, value in raw.items():
@@ -282,8 +289,12 @@ def read_options(
     return Given(values, sources)
 
 
-def _read_file(path: Path, groups: Sequence[type], parser: OptionParser) -> dict[str, Any]:
-    """Options of a YAML file, flat (``lr: 1e-3``) or under the name of their group (``optimizer: {lr: 1e-3}``)."""
+def _read_mapping(
+    content: Mapping[Any, Any], path: str, groups: Sequence[type], parser: OptionParser
+) -> dict[str, Any]:
+    """Options of the YAML file ``path``, flat (``lr: 1e-3``) or under the name of their group (``optimizer:
+    {lr: 1e-3}``).
+    """
     members = {group_name(group): options_of(group) for group in groups}
     found: dict[str, Any] = {}
 
@@ -303,7 +314,7 @@ def _read_file(path: Path, groups: Sequence[type], parser: OptionParser) -> dict
             raise ConfigError(f"{path}: {error}") from None
         found[declared.name] = not value if _spellings(declared).get(spelling) is False else value
 
-    for key, value in load_mapping(path).items():
+    for key, value in content.items():
         if isinstance(value, dict) and str(key) in members:
             for inner, inner_value in value.items():
                 take(inner, inner_value, str(key))
@@ -350,10 +361,15 @@ def require(groups: Sequence[type], values: Mapping[str, Any], *, prog: str = ""
 
 
 def parse(
-    argv: Sequence[str], *groups: type, prog: str, description: str, epilog: str | None = None
+    argv: Sequence[str],
+    *groups: type,
+    prog: str,
+    description: str,
+    epilog: str | None = None,
+    presets: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> tuple[Any, ...]:
-    """Read ``argv`` (and its ``--config`` files) into one instance of each group. Raises ConfigError."""
-    given = read_options(argv, groups, prog=prog, description=description, epilog=epilog)
+    """Read ``argv`` (and its ``--config`` files or ``presets``) into one instance of each group. Raises ConfigError."""
+    given = read_options(argv, groups, prog=prog, description=description, epilog=epilog, presets=presets)
     require(groups, given.values, prog=prog)
     return tuple(
         build(group, {name: given.values[name] for name in options_of(group) if name in given.values})

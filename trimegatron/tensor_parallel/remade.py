@@ -31,7 +31,7 @@ class Remade(NamedTuple):
 
     @classmethod
     def with_recipe(cls, value: torch.Tensor, function: Callable[..., torch.Tensor], *sources: torch.Tensor) -> Remade:
-        """``value``, made otherwise, of which ``function``, which is pure, makes the same bits out of ``sources``."""
+        """``value``, made otherwise, of which ``function``, which is pure, makes the same again out of ``sources``."""
         return cls(value, function, tuple(source.detach() for source in sources))
 
     @classmethod
