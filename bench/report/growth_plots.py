@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from trimegatron.bench.growth import Growth, describe_others, growths
-from trimegatron.bench.labels import Benchmarks, label, split_parameters
+from trimegatron.bench.labels import Benchmarks, label, shared_parameters, telling_parameters
 from trimegatron.bench.report.blocks import Line, Plot, Section, Shade, Table
 from trimegatron.bench.show import show_parameters, show_value
 
@@ -22,7 +22,8 @@ def growth_sections(benchmarks: Benchmarks) -> list[Section]:
         for growth in found:
             key = growth.dimension, replace(growth.first, variant="").identity
             plots.setdefault(key, []).append(growth)
-        shared, names = split_parameters([growth.fixed for growth in found])
+        firsts = [replace(growth.first, parameters=growth.fixed) for growth in found]
+        shared, names = shared_parameters(firsts), telling_parameters(firsts)
         section = Section(f"{benchmark}: growth", ["Both axes are logarithmic."])
         if shared:
             section.lines.append(f"{show_parameters(shared)}.")
