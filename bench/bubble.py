@@ -7,6 +7,7 @@ Every stage takes as long as every other, and messages take no time.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,8 @@ from trimegatron.bench.runner import run
 from trimegatron.config.options import Options, fail, option
 from trimegatron.pipeline_parallel.engine import Action, action_order
 
+order_of = functools.cache(action_order)
+"""Torch takes minutes for hundreds of micro-batches."""
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
 
 
@@ -87,7 +90,7 @@ def measure(
     schedule: str, num_ranks: int, num_chunks: int, num_micro_batches: int, backward_time: float = 1.0
 ) -> Bubble:
     """The bubble of one schedule. A rank's whole forward pass takes 1, so that of one of its stages 1 / v."""
-    order = action_order(schedule, num_ranks=num_ranks, num_chunks=num_chunks, num_micro_batches=num_micro_batches)
+    order = order_of(schedule, num_ranks=num_ranks, num_chunks=num_chunks, num_micro_batches=num_micro_batches)
     times = {"forward": 1.0 / num_chunks, "backward": backward_time / num_chunks}
     computing = num_micro_batches * (1.0 + backward_time)
     simulated = makespan(order, times, num_stages=num_ranks * num_chunks) / computing - 1.0

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trimegatron.bench.labels import label, split_parameters
+from trimegatron.bench.labels import label, telling_parameters
 from trimegatron.bench.results import Parameter, Result
 
 MIN_POINTS = 3
@@ -82,7 +82,7 @@ def describe_growth(results: Iterable[Result]) -> Iterator[str]:
     """A line for each that grows or falls by a power, and one for all others."""
     found = growths(results)
     told = [growth for growth in found if growth.is_power and not growth.is_constant]
-    _, names = split_parameters([growth.fixed for growth in found])
+    names = telling_parameters([replace(growth.first, parameters=growth.fixed) for growth in found])
     for g in told:
         what = label(f"{g.first.case}, {g.first.variant}, {g.first.figure}", g.fixed, names)
         yield f"{what} ∝ {g.dimension}^{g.slope:.2f} from {g.points[0][0]:,.12g} to {g.points[-1][0]:,.12g}"

@@ -11,15 +11,28 @@ Benchmarks = dict[str, list[Result]]
 """The results of each benchmark."""
 
 
-def split_parameters(all_parameters: Sequence[Mapping[str, Parameter]]) -> tuple[dict[str, Parameter], list[str]]:
-    """What is the same in all, and the names of what is not, in order."""
-    names = list(dict.fromkeys(name for parameters in all_parameters for name in parameters))
-    shared = {
-        name: all_parameters[0][name]
-        for name in names
-        if all(parameters.get(name) == all_parameters[0].get(name) for parameters in all_parameters)
+def shared_parameters(results: Sequence[Result]) -> dict[str, Parameter]:
+    """What is the same in all."""
+    first = results[0].parameters if results else {}
+    return {
+        name: value for name, value in first.items() if all(result.parameters.get(name) == value for result in results)
     }
-    return shared, [name for name in names if name not in shared]
+
+
+def telling_parameters(results: Sequence[Result], *, but: str = "") -> list[str]:
+    """The names of parameters that tell results apart, where their cases and ``but`` do not: what follows from others,
+    such as the bytes of a shape, tells nothing."""
+
+    def count(names: Sequence[str]) -> int:
+        return len({(r.case, r.parameters.get(but), *(r.parameters.get(name) for name in names)) for r in results})
+
+    names = [name for name in dict.fromkeys(name for r in results for name in r.parameters) if name != but]
+    everything = count(names)
+    for name in reversed(names):
+        rest = [other for other in names if other != name]
+        if count(rest) == everything:
+            names = rest
+    return names
 
 
 def label(case: str, parameters: Mapping[str, Parameter], names: Iterable[str]) -> str:

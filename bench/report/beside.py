@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from trimegatron.bench.growth import growths
-from trimegatron.bench.labels import Benchmarks, kind_of, split_parameters
+from trimegatron.bench.labels import Benchmarks, kind_of, shared_parameters, telling_parameters
 from trimegatron.bench.report.blocks import Bar, Bars, Section
 from trimegatron.bench.results import OURS, Result
 from trimegatron.bench.show import show_parameters, show_range
@@ -29,9 +29,10 @@ def side_by_side(benchmarks: Benchmarks) -> list[Section]:
     for benchmark, results in benchmarks.items():
         compared = beside_others(results, with_swept=False)
         if compared:
-            shared, names = split_parameters([group[0].parameters for group in compared])
-            about = f"{kind_of(r for group in compared for r in group)} {show_parameters(shared)}".strip()
-            section = Section(f"{benchmark}: ours beside others", [about.removesuffix(".") + "."])
+            firsts = [group[0] for group in compared]
+            shared, names = shared_parameters(firsts), telling_parameters(firsts)
+            about = kind_of(r for group in compared for r in group) + (f" {show_parameters(shared)}." if shared else "")
+            section = Section(f"{benchmark}: ours beside others", [about])
             section.blocks += [bars(group, names) for group in compared]
             made.append(section)
     return made

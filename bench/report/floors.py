@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 from trimegatron.bench.growth import growths
-from trimegatron.bench.labels import Benchmarks, kind_of, label, split_parameters
+from trimegatron.bench.labels import Benchmarks, kind_of, label, shared_parameters, telling_parameters
 from trimegatron.bench.report.blocks import Section, Shade, Table
 from trimegatron.bench.results import Parameter, Result
 from trimegatron.bench.show import show_parameter, show_parameters
@@ -25,8 +24,7 @@ def floor_shares(benchmarks: Benchmarks) -> list[Section]:
             across = column_parameter(mine)
             other = swept_otherwise(mine, across)
             mine = [r for r in mine if r.identity not in other]
-            shared, names = split_parameters([r.parameters for r in mine])
-            down = [name for name in names if name != across]
+            shared, down = shared_parameters(mine), telling_parameters(mine, but=across)
             cells: dict[str, dict[str, Result]] = {}
             for r in sorted(mine, key=lambda r: order(r.parameters.get(across, ""))):
                 name = label(r.case, r.parameters, down) + (f", {r.variant}" if len(variants) > 1 else "")
@@ -47,14 +45,11 @@ def floor_shares(benchmarks: Benchmarks) -> list[Section]:
 
 def column_parameter(results: Sequence[Result]) -> str:
     """The parameter that makes the fewest rows when its values are the columns; nothing where none saves any."""
-    names = dict.fromkeys(name for r in results for name in r.parameters)
-    rows = {"": len(results)}
+    names = telling_parameters(results)
+    rows = {"": len({label(r.case, r.parameters, names) for r in results})}
     for name in names:
         if len({r.parameters.get(name) for r in results}) <= MOST_COLUMNS:
-            others = {
-                replace(r, parameters={k: v for k, v in r.parameters.items() if k != name}).identity for r in results
-            }
-            rows[name] = len(others)
+            rows[name] = len({label(r.case, r.parameters, [n for n in names if n != name]) for r in results})
     return min(rows, key=lambda name: rows[name])
 
 

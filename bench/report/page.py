@@ -44,7 +44,7 @@ details > summary { cursor: pointer; color: #123f7a; padding: 5px 0; }
   body { padding: 6px; } section { padding: 9px 9px; }
   .bar { grid-template-columns: 1fr auto; margin-bottom: 5px; } .bar svg { grid-row: 2; grid-column: 1 / 3; }
   .bar .value { text-align: right; } th, td { padding: 3px 5px; } th { white-space: normal; }
-  td:first-child { max-width: 42vw; overflow-wrap: anywhere; }
+  td:first-child { min-width: 6.5rem; max-width: 42vw; overflow-wrap: anywhere; }
 }
 """
 

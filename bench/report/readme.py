@@ -36,11 +36,15 @@ class Row:
 SMALL: dict[str, Parameter] = {"num_layers": 6, "hidden_size": 512, "device": "cpu"}
 """``trimegatron bench step --config small``."""
 CODEPARROT: dict[str, Parameter] = {"num_layers": 12, "hidden_size": 768, "device": "cuda", "dropout": 0.1}
-LAYER: dict[str, Parameter] = {"tensor_parallel": 1, "recompute": "nothing", "seq_length": 512, "hidden_size": 768}
+LAYER: dict[str, Parameter] = {"tensor_parallel": 1, "seq_length": 512, "hidden_size": 768}
 INDEX: dict[str, Parameter] = {"documents": 10_000_000}
 ROWS = (
-    Row("a layer keeps for backward, no dropout", "activations", "kept by a layer", "activations",
-        "Megatron-LM's formula", parameters=LAYER | {"hidden_dropout": 0.0}),
+    Row("kept by a layer for backward, no dropout (the formula has its masks)", "activations", "kept by a layer",
+        "activations", "Megatron-LM's formula",
+        parameters=LAYER | {"hidden_dropout": 0.0, "recompute": "nothing"}),
+    Row("kept by a layer for backward, dropout 0.1, selective recomputation", "activations", "kept by a layer",
+        "activations", "Megatron-LM's formula",
+        parameters=LAYER | {"attention_dropout": 0.1, "recompute": "selective"}),
     Row("weights, gradients, optimizer of a rank: bf16, 8 data-parallel ranks", "memory", "kept by a rank", "total",
         "Megatron-LM's documentation",
         parameters={"precision": "bf16, gradients in fp32", "distributed_optimizer": True, "data_parallel": 8,

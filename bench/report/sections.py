@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping
 
-from trimegatron.bench.labels import Benchmarks, label, split_parameters
+from trimegatron.bench.labels import Benchmarks, label, shared_parameters
 from trimegatron.bench.report.beside import bars, beside_others, side_by_side
 from trimegatron.bench.report.blocks import Bars, Section, Shade, Table
 from trimegatron.bench.report.comparison import Comparison, Found, Key
@@ -119,7 +119,8 @@ def all_figures(benchmarks: Benchmarks) -> Section:
     """Every figure."""
     section = Section("All figures")
     for benchmark, results in benchmarks.items():
-        shared, names = split_parameters([r.parameters for r in results])
+        shared = shared_parameters(results)
+        names = [name for name in dict.fromkeys(name for r in results for name in r.parameters) if name not in shared]
         rows: list[list[str | Shade]] = [
             [label(r.case, r.parameters, names), r.variant, r.figure, show_range(r),
              "measured" if r.measured else "counted", r.note]

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from trimegatron.bench import runner
+from trimegatron.bench.labels import shared_parameters, telling_parameters
 from trimegatron.bench.report import readme
 from trimegatron.bench.report.charts import axis, ticks
 from trimegatron.bench.report.command import main
@@ -253,3 +254,12 @@ def test_the_readme_says_what_is_missing(
     (tmp_path / "README.md").write_text("nothing")
     with pytest.raises(ConfigError, match="must have the lines"):
         main(["--readme"])
+
+
+def test_labels_leave_out_what_follows_from_others():
+    results = [counted("norm", OURS, "moved", "bytes", 1, shape=f"{n}", least_bytes=4 * n, width=w, rows=8)
+               for n in (1, 2) for w in (3, 5)]  # fmt: skip
+    results.append(counted("sum", OURS, "moved", "bytes", 1, shape="1", least_bytes=2, width=3, rows=8))
+    assert telling_parameters(results) == ["shape", "width"]
+    assert telling_parameters(results, but="shape") == ["width"]
+    assert shared_parameters(results) == {"rows": 8}
