@@ -103,6 +103,8 @@ def measure(work: Path, made: Figures, rounds: int) -> dict[str, list[Figures]]:
     check_equal({name: runs for name, runs in figures.items() if name.endswith("Hugging Face")}, "sha256")
     if len({run["sha256"] for run in figures["Megatron-LM to ours"]}) != 1:
         raise UserError("the conversion from Megatron-LM is not the same twice")
+    if (written := 1e6 * figures["Megatron-LM to ours"][0]["megabytes"]) < made["bytes"]:
+        raise UserError(f"the conversion from Megatron-LM wrote {written:,.0f} bytes of {made['bytes']:,.0f}")
     return figures
 
 

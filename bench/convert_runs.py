@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from trimegatron.bench.measure import Figures, peak_memory
+from trimegatron.checkpoint.checkpoint import Progress
 from trimegatron.config import Config, DataConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrainingConfig
 from trimegatron.convert.from_megatron import read_megatron
 from trimegatron.convert.megatron_files import is_megatron
@@ -41,7 +42,9 @@ def make(work: str, model: dict[str, Any], optimizer: bool, stages: int) -> Figu
     }
     tokenizer = NullTokenizer(model["vocab_size"] - 1)
     ours, megatron = Path(work) / "ours", Path(work) / "megatron"
-    write_checkpoint(Source(Path("noise"), config, new_state(config), tokenizer, tensors), ours, verify=False)
+    # After a step: of a run that has made none, Megatron-LM knows no optimizer.
+    state = new_state(config, progress=Progress(iteration=1, consumed_samples=1, scheduled_samples=1), optimizer_step=1)
+    write_checkpoint(Source(Path("noise"), config, state, tokenizer, tensors), ours, verify=False)
     write_megatron(read_checkpoint(ours), megatron, tp=1, pp=stages, verify=False)
     return {
         "ours": str(ours),

@@ -229,7 +229,7 @@ def test_the_readme_says_what_is_missing(
 ):
     name = "trimegatron, gigatoken"
     mine = measured("preprocess", name, "rate", "MB/s", [180.0, 182.0], better="higher")
-    theirs = dataclasses.replace(mine, variant="gigatoken alone, its own reader", values=[200.0])
+    theirs = dataclasses.replace(mine, variant="gigatoken alone, from memory", values=[200.0])
     sent = [counted("a", OURS, "moved", "bytes", 103, floor=100), counted("b", OURS, "moved", "bytes", 110, floor=100)]
     write(tmp_path / "data.json", mine, theirs, benchmark="data")
     write(tmp_path / "kernels.json", *sent, benchmark="kernels")
@@ -243,7 +243,7 @@ def test_the_readme_says_what_is_missing(
         and text.endswith(f"{readme.END}\nafter\n")
         and "old" not in text
     )
-    assert "| 181 MB/s | 200 MB/s (gigatoken alone, its own reader) | measured ¹ |" in text
+    assert "| 181 MB/s | 200 MB/s (gigatoken alone, from memory) | measured ¹ |" in text
     assert "¹ a processor, 2 cores, 2026-01-01, revision abcdef0123" in text
     assert "| 1.03 to 1.10 × | the least there can be (2 cases) | counted |" in text
     assert (
