@@ -20,7 +20,18 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from tests.convert.test_training_goes_on import MICRO, go_on
-from tests.convert.torch_dist_files import FIRST, GOLDEN, QKV, WORDS, append, change_common, edit, folder_of, unpacked
+from tests.convert.torch_dist_files import (
+    FIRST,
+    GOLDEN,
+    QKV,
+    WORDS,
+    append,
+    change_common,
+    edit,
+    folder_of,
+    take_chunk,
+    unpacked,
+)
 from tests.parallel import run_ranks
 from tests.runs import tiny_flags
 from trimegatron.cli import main
@@ -160,9 +171,7 @@ def test_several_layers_in_one_chunk(saved: Path):
         path, pieces = folder_of(saved) / "__0_0.distcp", []
         for chunk in [chunk for chunk in table.chunks if chunk.offsets[1] == 0]:
             table.chunks.remove(chunk)
-            where = storage.pop(MetadataIndex(QKV, chunk.offsets))
-            piece = read_torch_file(path.with_name(where.relative_path), where.offset, where.length).load()
-            pieces.insert(chunk.offsets[0], piece)
+            pieces.insert(chunk.offsets[0], take_chunk(metadata, saved, QKV, chunk.offsets)[1])
         both = torch.cat(pieces)
         table.chunks.append(ChunkStorageMetadata(FIRST.offset, both.shape))
         storage[FIRST] = append(path, both)
@@ -184,11 +193,9 @@ def test_layers_that_are_not_stacked(saved: Path):
                 chunks = [chunk for chunk in stacked.chunks if chunk.offsets[0] == layer]
                 table[key] = TensorStorageMetadata(stacked.properties, stacked.size[1:], [])
                 for chunk in chunks:
-                    where = storage.pop(MetadataIndex(name, chunk.offsets))
-                    path = folder_of(saved) / where.relative_path
-                    tensor = read_torch_file(path, where.offset, where.length).load()[0]
+                    path, layers = take_chunk(metadata, saved, name, chunk.offsets)
                     table[key].chunks.append(ChunkStorageMetadata(chunk.offsets[1:], chunk.sizes[1:]))
-                    storage[MetadataIndex(key, chunk.offsets[1:])] = append(path, tensor)
+                    storage[MetadataIndex(key, chunk.offsets[1:])] = append(path, layers[0])
 
     edit(change)(saved)
     assert check_same(source, read_megatron(saved, WORDS)) == 84
@@ -207,9 +214,8 @@ def test_states_flattened_by_tensor_parallel_rank(saved: Path):
             ranges = [range(numel // 3), range(numel // 3, numel)] if numel > 16 else [range(numel)]
             table[name] = TensorStorageMetadata(whole.properties, torch.Size([*cells, numel]), [])
             for chunk in whole.chunks:
-                where = storage.pop(MetadataIndex(name, chunk.offsets))
-                path = folder_of(saved) / where.relative_path
-                flat = read_torch_file(path, where.offset, where.length).load().reshape(*[1] * len(size), numel)
+                path, values = take_chunk(metadata, saved, name, chunk.offsets)
+                flat = values.reshape(*[1] * len(size), numel)
                 index = [first // part for first, part in zip(chunk.offsets, size, strict=True)]
                 for part in ranges:
                     offsets = torch.Size([*index, part.start])

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from tests.convert.test_megatron import loaded
 from trimegatron.convert.torch_dist import read_torch_dist
+from trimegatron.convert.torch_file import read_torch_file
 from trimegatron.convert.vocabulary import VocabularyConfig
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "checkpoints"
@@ -54,6 +55,13 @@ def change_common(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], N
         torch.save(content, folder_of(root) / "common.pt")
 
     return damage
+
+
+def take_chunk(metadata: Metadata, root: Path, name: str, offsets: torch.Size) -> tuple[Path, torch.Tensor]:
+    """The file that holds a chunk, and its values; the table does not say any more where it lies."""
+    where = metadata.storage_data.pop(MetadataIndex(name, offsets))
+    path = folder_of(root) / where.relative_path
+    return path, read_torch_file(path, where.offset, where.length).load()
 
 
 def append(path: Path, content: Any) -> _StorageInfo:
