@@ -6,7 +6,7 @@ import sys
 from importlib import import_module
 
 import trimegatron
-from trimegatron.errors import UserError
+from trimegatron.errors import UserError, complain
 
 COMMANDS = {
     "demo": ("trimegatron.demo", "the whole workflow on this machine, with no download"),
@@ -42,10 +42,10 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return import_module(COMMANDS[name][0]).main(rest)
     except (UserError, OSError) as error:
-        print(f"trimegatron {name}: error: {error}", file=sys.stderr)
+        complain(name, str(error))
         return error.exit_code if isinstance(error, UserError) else 1
     except KeyboardInterrupt:
-        print(f"trimegatron {name}: interrupted", file=sys.stderr)
+        complain(name, "interrupted", is_error=False)
         return 130
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from trimegatron.config.flags import parse
 from trimegatron.config.options import Options, option
-from trimegatron.errors import ConfigError, UserError
+from trimegatron.errors import ConfigError, UserError, complain
 
 PROMPT = "def __init__(self"
 MINIMUM_MODULES = 100
@@ -71,7 +71,7 @@ def main(argv: list[str]) -> int:
         print(f"\n== {title}\n$ {command}", flush=True)
         code = subprocess.run(as_run(command), check=False).returncode
         if code != 0:
-            print(f"trimegatron demo: error: this step ended with exit code {code}", file=sys.stderr)
+            complain("demo", f"this step ended with exit code {code}")
             return code
     first, last = validation_losses(out / "checkpoints" / "metrics.jsonl")
     print(

@@ -5,6 +5,13 @@ Every message names the field or file, the value, the rule it breaks, and the wa
 
 from __future__ import annotations
 
+import sys
+
+
+def complain(command: str, text: str, *, is_error: bool = True) -> None:
+    """One message on standard error, in the form that all commands share."""
+    print(f"trimegatron {command}: {'error: ' if is_error else ''}{text}", file=sys.stderr, flush=True)
+
 
 class UserError(Exception):
     """An error of the user's making. ``exit_code`` is what the process returns (see ``docs/interface.md``)."""

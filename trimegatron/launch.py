@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 
 from trimegatron.config import parse_train_args
-from trimegatron.errors import ConfigError
+from trimegatron.errors import ConfigError, complain
 
 PROCESSES_FLAG = ("--nproc-per-node", "--nproc_per_node")
 PASSED_ON = ("SIGTERM", "SIGUSR1", "SIGUSR2")
@@ -83,11 +83,11 @@ def launch(num_processes: int, flags: list[str]) -> int:
         # A worker that knows what is wrong has a code of its own; one that a signal ended has minus its number.
         rank, first = error.get_first_failure()
         if first.exitcode < 0:
-            print(f"trimegatron train: error: rank {rank} was ended by {name_of(-first.exitcode)}", file=sys.stderr)
+            complain("train", f"rank {rank} was ended by {name_of(-first.exitcode)}")
         code = next((code for code in codes if code > 1), first.exitcode)
         return code if code > 0 else 128 - code
     except SignalException as error:
-        print(f"trimegatron train: stopped by signal {error.sigval.name}", file=sys.stderr)
+        complain("train", f"stopped by signal {error.sigval.name}", is_error=False)
         return 128 + error.sigval
     return 0
 

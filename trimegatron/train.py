@@ -23,7 +23,7 @@ from trimegatron.data.build import Datasets, build_datasets
 from trimegatron.data.record import DataRecord
 from trimegatron.data_parallel.buffer import ParameterBuffer
 from trimegatron.description import describe
-from trimegatron.errors import StoppedError, UserError
+from trimegatron.errors import StoppedError, UserError, complain
 from trimegatron.kernel_table import use_kernel_table
 from trimegatron.mesh import Mesh, close_mesh, init_mesh, launched_world_size
 from trimegatron.metrics import Interval, MetricsWriter
@@ -76,14 +76,14 @@ def main(argv: list[str] | None = None) -> int:
             if mesh is not None:
                 speaks, exit_code = mesh.report_failure(exit_code)
             if speaks:
-                complain(str(error), is_error=not isinstance(error, StoppedError))
+                complain("train", str(error), is_error=not isinstance(error, StoppedError))
         except Exception as error:  # nobody foresaw it; or a collective broke because another rank is gone
             if mesh is None:
                 raise
             trap.is_over = True  # the launcher of a rank that was killed ends the others
             speaks, exit_code = mesh.report_failure(1)
             if speaks:
-                complain(f"rank {mesh.world.rank}, {activity}: {cause_of(error, mesh)}")
+                complain("train", f"rank {mesh.world.rank}, {activity}: {cause_of(error, mesh)}")
         finally:
             close_mesh()
         if mesh is not None:
@@ -245,10 +245,6 @@ def cause_of(error: Exception, mesh: Mesh) -> str:
         traceback.print_exc()
         return f"{type(error).__name__}: {error}"
     return gone if isinstance(error, StoreLostError) else f"{gone} ({type(error).__name__}: {error})"
-
-
-def complain(text: str, *, is_error: bool = True) -> None:
-    print(f"trimegatron train: {'error: ' if is_error else ''}{text}", file=sys.stderr, flush=True)
 
 
 def is_first_of_node() -> bool:

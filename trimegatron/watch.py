@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from trimegatron.activity import Activity
+from trimegatron.errors import complain
 from trimegatron.mesh import Mesh
 from trimegatron.store import RunStore, StoreLostError
 
@@ -106,12 +107,8 @@ class Watch:
         """Nothing can be heard of the others any more. A closed connection means that its other end is gone: then this
         rank may end by itself, or is ending."""
         if lost.is_silent or not self._is_over.wait(GRACE):
-            print(
-                f"trimegatron train: error: rank {self.mesh.world.rank}, {self.activity}: {lost}; its machine is gone, "
-                "or the network to it",
-                file=sys.stderr,
-                flush=True,
-            )
+            rank = f"rank {self.mesh.world.rank}, {self.activity}"
+            complain("train", f"{rank}: {lost}; its machine is gone, or the network to it")
             self.end(1)
 
     def _say(self, store: RunStore) -> None:
@@ -142,7 +139,7 @@ class Watch:
             return
         store.report_failure(1)
         if store.add(HANGING, 1) == 1:
-            print(f"trimegatron train: error: {describe_hang(before, after, self.limit)}", file=sys.stderr, flush=True)
+            complain("train", describe_hang(before, after, self.limit))
         if self.mesh.device.type == "cuda":
             dump_flight_record(self.folder, self.mesh.world.rank)
         self._is_over.wait(self.period)  # the rank that holds the store leaves no earlier than the others have read
