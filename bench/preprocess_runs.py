@@ -53,6 +53,7 @@ def load_engine(engine: str | None) -> None:
     importlib.import_module("tokenizers")
     if engine == "gigatoken":
         importlib.import_module("gigatoken")
+        importlib.import_module("awkward")  # which it imports itself when it is first used
 
 
 def preprocess_engines() -> list[str | None]:

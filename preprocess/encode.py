@@ -15,6 +15,8 @@ from trimegatron.preprocess.reader import Chunk
 from trimegatron.preprocess.records import LONG, BadLine, Text, parse_line, parse_long_line
 from trimegatron.preprocess.sentences import SentenceSplitter
 
+_AT_ONCE = 1 << 20  # tokens looked at: numpy makes eight bytes of each
+
 
 class Encoded(NamedTuple):
     """What one key of a chunk became. Arrays, since lists of Python integers would travel between processes slowly."""
@@ -23,6 +25,7 @@ class Encoded(NamedTuple):
     lengths: np.ndarray  # int32 [sequences], all above 0
     sequences: np.ndarray  # int32 [documents]: of each, 0 for an empty document
     text_bytes: int  # UTF-8 bytes of the texts
+    used: np.ndarray  # bit per id of the vocabulary, packed: it occurs
 
 
 class Reject(NamedTuple):
@@ -46,6 +49,7 @@ class Encoder:
     Args:
         keys: of the JSON objects.
         engine: encodes texts.
+        vocab_size: ids there are.
         dtype: the token type.
         eod: id put behind every document that has tokens, None for none.
         splitter: cuts texts into sentences.
@@ -56,16 +60,18 @@ class Encoder:
         self,
         keys: Sequence[str],
         engine: Engine,
+        vocab_size: int,
         dtype: np.dtype,
         eod: int | None,
         splitter: SentenceSplitter | None = None,
         skip: bool = False,
     ) -> None:
-        self.keys, self.engine, self.dtype, self.eod = list(keys), engine, dtype, eod
+        self.keys, self.engine, self.vocab_size = list(keys), engine, vocab_size
+        self.dtype, self.eod = dtype, eod
         self.splitter, self.skip = splitter, skip
 
     def __call__(self, chunk: Chunk) -> Result:
-        """Takes the lines out of the chunk. Raises DataError with file and line."""
+        """Raises DataError with file and line."""
         documents, numbers, rejects = self._parse(chunk)
         try:
             keys = [self._encode([document[k] for document in documents]) for k in range(len(self.keys))]
@@ -79,10 +85,11 @@ class Encoder:
         documents: list[list[list[Text]]] = []
         numbers: list[int] = []
         rejects: list[Reject] = []
-        chunk.lines.reverse()
+        lines = chunk.take()
+        lines.reverse()
         long_texts = self.engine.splits and self.splitter is None
         for number in chunk.numbers:
-            raw = chunk.lines.pop()  # so that a long line does not stay beside its text
+            raw = lines.pop()  # so that a long line does not stay beside its text
             try:
                 parse = parse_long_line if long_texts and len(raw) > LONG else parse_line
                 document = parse(raw, number, self.keys)
@@ -112,7 +119,7 @@ class Encoder:
             last = sequences.cumsum()[sequences > 0] - 1  # the last sequence of each document that has one
             tokens = np.insert(tokens, lengths.cumsum(dtype=np.int64)[last], self.eod)
             lengths[last] += 1
-        return Encoded(tokens, lengths, sequences, text_bytes)
+        return Encoded(tokens, lengths, sequences, text_bytes, _used(tokens, self.vocab_size))
 
     def _filter(
         self, chunk: Chunk, documents: list[list[list[Text]]], numbers: list[int], rejects: list[Reject]
@@ -128,6 +135,13 @@ class Encoder:
             else:
                 good.append(document)
         return good
+
+
+def _used(tokens: np.ndarray, vocab_size: int) -> np.ndarray:
+    found = np.zeros(vocab_size, bool)
+    for start in range(0, len(tokens), _AT_ONCE):
+        found |= np.bincount(tokens[start : start + _AT_ONCE], minlength=vocab_size) > 0
+    return np.packbits(found)
 
 
 def _utf8_bytes(text: Text) -> int:

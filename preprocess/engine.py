@@ -22,7 +22,8 @@ from trimegatron.tokenizer import BPETokenizer, NullTokenizer, Tokenizer
 
 ENGINES = ("auto", "gigatoken", "tokenizers")
 _PIECE = 1 << 22  # characters given to gigatoken at a time
-_CACHE_BYTES = 192 << 20  # that gigatoken's cache of words may take
+_CACHE_BYTES = 384 << 20  # that gigatoken's caches of words may take, of all processes together, but
+_LEAST_CACHE = 32 << 20  # each of them may take this much
 _CHECK_EVERY = 1 << 26  # characters between two looks where memory cannot be seen
 
 _LOOK = 1 << 20  # characters looked at together
@@ -50,8 +51,8 @@ class Engine(Protocol):
     """Encodes texts. It can be pickled, and be used by several threads at once."""
 
     name: str
-    threaded: bool
-    """One process uses all cores: the work is done outside the interpreter."""
+    batch_bytes: int
+    """Of JSON to give it at a time."""
     splits: bool
     """Takes a LongText."""
 
@@ -63,7 +64,7 @@ class Engine(Protocol):
 class TokenizersEngine:
     """``tokenizers`` (or NullTokenizer)."""
 
-    threaded = False
+    batch_bytes = 1 << 20
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -80,18 +81,21 @@ class GigatokenEngine:
     Args:
         definition: the text of a tokenizer.json.
         cut: what splits a long text into pieces whose tokens together are those of the text; None where nothing does.
-        parallel: use all cores; False in one of many processes.
+        cache_bytes: that the cache may take.
     """
 
     name = "gigatoken"
-    threaded = True
+    batch_bytes = 1 << 22  # a batch costs it 0.7 ms by itself
 
     def __init__(
-        self, definition: str, cut: Callable[[str, int], Iterable[str]] | None = None, parallel: bool = True
+        self,
+        definition: str,
+        cut: Callable[[str, int], Iterable[str]] | None = None,
+        cache_bytes: int = _CACHE_BYTES,
     ) -> None:
-        self.definition, self.cut, self.parallel = definition, cut, parallel
+        self.definition, self.cut, self.cache_bytes = definition, cut, cache_bytes
         self.splits = cut is not None
-        # One thread at a time encodes (on all cores), so that a cache thrown away is really gone.
+        # One thread at a time encodes, so that a cache thrown away is really gone.
         self._lock = threading.Lock()
         self._backend: Any = None
         self._build()
@@ -104,7 +108,7 @@ class GigatokenEngine:
         self._memory, self._characters = resident_bytes(), 0
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"definition": self.definition, "cut": self.cut, "parallel": False}  # unpickled in a worker process
+        return {"definition": self.definition, "cut": self.cut, "cache_bytes": self.cache_bytes}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]
@@ -114,7 +118,7 @@ class GigatokenEngine:
         if len(short) == len(texts) and not has_disputed("".join(text for text in short if not text.isascii())):
             with self._lock:
                 self._bound_cache(sum(map(len, short)))
-                encoded = self._backend.encode_batch(short, parallel=self.parallel)
+                encoded = self._backend.encode_batch(short, parallel=False)  # the processes are many already
             batch, lengths = _arrays(encoded)
             return batch.astype(dtype), lengths
         ids, lengths = bytearray(), np.zeros(len(texts), np.int32)  # bytes, which grow without a second copy
@@ -147,7 +151,7 @@ class GigatokenEngine:
         """Start with an empty cache when it has grown large (65 ms for GPT-2's vocabulary)."""
         self._characters += characters
         memory = resident_bytes()
-        if memory - self._memory > _CACHE_BYTES or (not memory and self._characters > _CHECK_EVERY):
+        if memory - self._memory > self.cache_bytes or (not memory and self._characters > _CHECK_EVERY):
             self._build()
 
 
@@ -182,14 +186,16 @@ def _arrays(encoded: Any) -> tuple[np.ndarray, np.ndarray]:
     return np.asarray(layout.content.data)[: offsets[-1]], np.diff(offsets).astype(np.int32)
 
 
-def choose_engine(wanted: str, tokenizer: Tokenizer, sample: Callable[[], list[str]], cores: int) -> tuple[Engine, str]:
+def choose_engine(
+    wanted: str, tokenizer: Tokenizer, sample: Callable[[], list[str]], processes: int
+) -> tuple[Engine, str]:
     """The engine for a run, and a line that says which it is and why.
 
     Args:
         wanted: of ``--tokenizer-engine``.
         tokenizer: says what is right.
         sample: gives texts of this run; called only if gigatoken is there.
-        cores: for gigatoken to use.
+        processes: that will encode, each with a cache.
 
     Raises:
         ConfigError: gigatoken is ``wanted`` and cannot be used.
@@ -199,7 +205,7 @@ def choose_engine(wanted: str, tokenizer: Tokenizer, sample: Callable[[], list[s
         return slow, f"Tokenizer engine: {slow.name}."
     if wanted == "tokenizers":
         return slow, "Tokenizer engine: tokenizers, as asked for."
-    engine, reason = _gigatoken(tokenizer, sample, cores)
+    engine, reason = _gigatoken(tokenizer, sample, processes)
     if engine is not None:
         return engine, f"Tokenizer engine: gigatoken ({reason})."
     if wanted == "gigatoken":
@@ -207,15 +213,14 @@ def choose_engine(wanted: str, tokenizer: Tokenizer, sample: Callable[[], list[s
     return slow, f"Tokenizer engine: tokenizers ({reason})."
 
 
-def _gigatoken(tokenizer: BPETokenizer, sample: Callable[[], list[str]], cores: int) -> tuple[Engine | None, str]:
+def _gigatoken(tokenizer: BPETokenizer, sample: Callable[[], list[str]], processes: int) -> tuple[Engine | None, str]:
     if importlib.util.find_spec("gigatoken") is None:
         return None, (
             "gigatoken is not installed; it encodes ten to thirty times as fast: pip install 'trimegatron[fast]'"
         )
-    os.environ.setdefault("RAYON_NUM_THREADS", str(cores))  # read once, when the library makes its threads
     cut = byte_level.split_long if tokenizer.type == "GPT2BPETokenizer" else None
     try:
-        engine = GigatokenEngine(tokenizer.definition(), cut, parallel=cores > 1)
+        engine = GigatokenEngine(tokenizer.definition(), cut, max(_LEAST_CACHE, _CACHE_BYTES // processes))
     except Exception as error:  # whatever it does not support
         return None, f"gigatoken cannot load this tokenizer: {error}"
     texts = [*PROBES, *sample()]

@@ -12,8 +12,6 @@ from trimegatron.data.indexed_writer import IndexedDatasetWriter, Written
 from trimegatron.preprocess.encode import Encoded
 from trimegatron.preprocess.shuffle import Documents, Shuffler, document_keys
 
-_AT_ONCE = 1 << 20  # tokens looked at: numpy makes eight bytes of each
-
 
 @dataclass
 class Counts:
@@ -68,10 +66,10 @@ class Output:
         at = None if state is None else Written(*state["written"])
         self.writer = IndexedDatasetWriter(prefix, dtype, impl, folder=folder, at=at)
         self.counts = Counts(**state["counts"]) if state else Counts()
-        self.used = np.zeros(vocab_size, bool)
+        self.vocab_size = vocab_size
+        self.used = np.packbits(np.zeros(vocab_size, bool))
         if state:
-            packed = np.frombuffer(bytes.fromhex(state["used"]), np.uint8)
-            self.used[:] = np.unpackbits(packed, count=vocab_size)
+            self.used[:] = np.frombuffer(bytes.fromhex(state["used"]), np.uint8)
         self.shuffler = None
         if shuffle_seed is not None:
             self.shuffler = Shuffler(self.writer, folder, text_bytes, state["shuffled"] if state else None)
@@ -80,8 +78,7 @@ class Output:
         """Take the documents of a chunk, in the order of the input."""
         first = self.counts.documents
         self.counts.add(encoded)
-        for start in range(0, len(encoded.tokens), _AT_ONCE):
-            self.used[encoded.tokens[start : start + _AT_ONCE]] = True
+        self.used |= encoded.used
         sequences = encoded.sequences
         kept = sequences > 0 if self.drop_empty else slice(None)
         if self.shuffler is None:
@@ -97,16 +94,20 @@ class Output:
             "written": list(self.writer.sync()),
             "shuffled": None if self.shuffler is None else self.shuffler.sync(),
             "counts": asdict(self.counts),
-            "used": np.packbits(self.used).tobytes().hex(),
+            "used": self.used.tobytes().hex(),
         }
 
     def prepare(self, metadata: dict[str, Any]) -> None:
         """Complete the files in the working folder."""
         if self.shuffler is not None:
             self.shuffler.drain()
-        used = int(np.count_nonzero(self.used))
-        self.writer.metadata = {**metadata, **asdict(self.counts), "vocabulary_used": used}
+        self.writer.metadata = {**metadata, **asdict(self.counts), "vocabulary_used": self.vocabulary_used}
         self.writer.prepare()
+
+    @property
+    def vocabulary_used(self) -> int:
+        """Ids that occur."""
+        return int(np.unpackbits(self.used).sum())
 
     def describe(self) -> str:
         """A line of figures."""
@@ -116,5 +117,5 @@ class Output:
         return (
             f"{self.prefix}.bin, .idx: {counts.documents:,} documents ({empty}), {counts.tokens:,} tokens of "
             f"{self.writer.dtype.name}, {ratio} bytes of text per token, longest document "
-            f"{counts.longest_document:,} tokens, {np.count_nonzero(self.used):,} of {len(self.used):,} ids used"
+            f"{counts.longest_document:,} tokens, {self.vocabulary_used:,} of {self.vocab_size:,} ids used"
         )

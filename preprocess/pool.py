@@ -1,5 +1,5 @@
-"""Encoding beside reading and writing, in threads or processes: results in input order, bounded memory, and an end when
-a process dies.
+"""Encoding in processes beside reading and writing: results in input order, bounded memory, and an end when a process
+dies.
 """
 
 from __future__ import annotations
@@ -8,29 +8,32 @@ import multiprocessing
 import os
 import queue
 import signal
+import sys
 import threading
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
+from typing import Any
 
 from trimegatron.errors import DataError
 from trimegatron.preprocess.encode import Encoder, Result
 from trimegatron.preprocess.reader import Chunk
+from trimegatron.preprocess.records import LONG
 
-_THREADS = 2  # one parses while the engine works for the other, outside the interpreter
-_AHEAD = 2  # chunks a thread or process may be ahead of the slowest one: enough to keep all busy, the bound on memory
+_AHEAD = 2  # chunks a process may be ahead of the slowest one: enough to keep all busy, the bound on memory
 
 
 def encode_in_order(encoder: Encoder, chunks: Iterable[Chunk], processes: int) -> Iterator[tuple[Chunk, Result]]:
-    """Each chunk with its encoding, in order, from ``processes`` processes, or two threads of this one if that is 1.
+    """Each chunk with its encoding, in order, from ``processes`` processes, or a thread of this one if that is 1.
 
     Raises:
         DataError: of the first bad line in the file, or that a process died.
     """
     if processes == 1:
-        yield from _in_threads(encoder, chunks, _THREADS, ahead=_THREADS + 1)
+        yield from _in_threads(encoder, chunks, 1, ahead=_AHEAD)
         return
     with _one_thread(), _Workers(encoder, processes) as workers:
         yield from _in_threads(workers.encode, chunks, processes, ahead=processes * _AHEAD)
@@ -77,21 +80,26 @@ class _Workers:
     """
 
     def __init__(self, encoder: Encoder, count: int) -> None:
-        # Spawned, since a forked copy of a process that runs threads (tokenizers', torch's) may hang.
-        context = multiprocessing.get_context("spawn")
+        self.encoder, self.here = encoder, threading.Lock()
+        context: Any = multiprocessing.get_context(_start_method())
         self.pipes: list[Connection] = []
         self.processes = []
         self.free: queue.SimpleQueue[Connection] = queue.SimpleQueue()
         for _ in range(count):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(encoder, theirs), daemon=True)
-            process.start()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads: see _start_method
+                process.start()
             theirs.close()  # else the pipe would outlive the process
             self.processes.append(process)
             self.pipes.append(ours)
             self.free.put(ours)
 
     def encode(self, chunk: Chunk) -> Result:
+        if chunk.num_bytes > LONG:
+            with self.here:  # one at a time, and here: on its way to another process it would be in memory twice
+                return self.encoder(chunk)
         pipe = self.free.get()
         try:
             pipe.send(chunk)
@@ -115,9 +123,19 @@ class _Workers:
             pipe.close()
 
 
+def _start_method() -> str:
+    """Forked where that is safe: the tokenizer is there at once, and in memory once.
+
+    A thread of this interpreter might hold a lock at that moment, which nobody would release in the copy. Those of
+    libraries (OpenBLAS, tokenizers) take care of that themselves, or are not used by what the workers do.
+    """
+    return "fork" if sys.platform == "linux" and threading.active_count() == 1 else "spawn"
+
+
 def _serve(encoder: Encoder, pipe: Connection) -> None:
     """A worker process: chunks in, results or errors out, until the pipe's other end is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     while True:
         try:

@@ -69,9 +69,9 @@ def run(config: PreprocessConfig) -> Summary:
     )
     say(reason)
     eod = tokenizer.eod if config.append_eod else None
-    encoder = Encoder(config.json_keys, engine, dtype, eod, splitter, skip=config.on_bad_line == "skip")
-    # Threads are enough where all heavy work is done outside the interpreter, which sentences are not.
-    processes = 1 if engine.threaded and splitter is None else config.workers
+    encoder = Encoder(
+        config.json_keys, engine, tokenizer.vocab_size, dtype, eod, splitter, skip=config.on_bad_line == "skip"
+    )
     try:
         work = Workspace(config.output_prefix, _identity(config, tokenizer), config.resume)
         in_place = False
@@ -79,7 +79,7 @@ def run(config: PreprocessConfig) -> Summary:
             report = work.state.get("report") if work.state else None
             if report is None:
                 job = _Job(config, work, dtype, tokenizer.vocab_size)
-                report = job.write(encoder, processes, _metadata(config, tokenizer, dtype))
+                report = job.write(encoder, _metadata(config, tokenizer, dtype))
             _publish(config, work)
             in_place = True
         finally:
@@ -119,10 +119,10 @@ class _Job:
             for key in config.json_keys
         }
 
-    def write(self, encoder: Encoder, processes: int, metadata: dict[str, Any]) -> dict[str, Any]:
+    def write(self, encoder: Encoder, metadata: dict[str, Any]) -> dict[str, Any]:
         """Read, encode, write; returns the figures, which are saved as well."""
-        chunks = read_chunks(self.config.sources(), self.place, self.config.turns)
-        for chunk, result in encode_in_order(encoder, chunks, processes):
+        chunks = read_chunks(self.config.sources(), self.place, self.config.turns, encoder.engine.batch_bytes)
+        for chunk, result in encode_in_order(encoder, chunks, self.config.workers):
             self._take(chunk, result)
             if self.work.due:
                 self._save()

@@ -75,7 +75,7 @@ class _Texts:
     def __iter__(self) -> Iterator[str]:
         try:
             for chunk in read_chunks(self.sources):
-                for number, raw in zip(chunk.numbers, chunk.lines, strict=True):
+                for number, raw in zip(chunk.numbers, chunk.take(), strict=True):
                     try:
                         texts = parse_line(raw, number, self.keys)
                     except BadLine as error:

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.batches import small_batches
 from trimegatron.data.indexed_dataset import IndexedDataset
 from trimegatron.errors import ConfigError
-from trimegatron.preprocess import reader, sentences, shuffle
+from trimegatron.preprocess import sentences, shuffle
 from trimegatron.preprocess.config import PreprocessConfig
 from trimegatron.preprocess.run import run
 
@@ -21,7 +22,7 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reader, "_BLOCK", 300)
+    small_batches(monkeypatch, 300)
 
 
 def numbers(folder: Path, rows: list[Any], **changes: Any) -> PreprocessConfig:

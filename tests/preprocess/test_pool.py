@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 from trimegatron.errors import DataError
+from trimegatron.preprocess import pool
 from trimegatron.preprocess.config import PreprocessConfig
 from trimegatron.preprocess.encode import Encoder
 from trimegatron.preprocess.engine import TokenizersEngine
@@ -26,6 +27,8 @@ from trimegatron.preprocess.pool import encode_in_order
 from trimegatron.preprocess.reader import Chunk, Place
 from trimegatron.preprocess.run import run
 from trimegatron.tokenizer import NullTokenizer
+
+encode = Encoder.__call__
 
 
 def numbers(folder: Path, lines: int) -> PreprocessConfig:
@@ -48,7 +51,11 @@ def until(true: Callable[[], object], seconds: float = 20) -> None:
         time.sleep(0.02)
 
 
-def test_killed_worker_ends_the_run_with_the_lines(tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_killed_worker_ends_the_run_with_the_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    monkeypatch.setattr(pool, "_start_method", lambda: method)
     config = numbers(tmp_path, 20_000)
     errors: list[BaseException] = []
 
@@ -108,7 +115,7 @@ def test_sigterm_removes_what_was_begun(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_reads_only_a_little_ahead_of_a_slow_consumer(tmp_path: Path, processes: int) -> None:
-    encoder = Encoder(["text"], TokenizersEngine(NullTokenizer(9)), np.dtype("uint16"), eod=9)
+    encoder = Encoder(["text"], TokenizersEngine(NullTokenizer(9)), 10, np.dtype("uint16"), eod=9)
     read: list[int] = []
 
     def chunks() -> Iterator[Chunk]:
@@ -124,6 +131,18 @@ def test_reads_only_a_little_ahead_of_a_slow_consumer(tmp_path: Path, processes:
         assert len(read) <= expected + 4
     results.close()  # type: ignore[attr-defined]
     assert multiprocessing.active_children() == []
+
+
+def test_long_lines_are_encoded_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "LONG", 40)
+    encoder = Encoder(["text"], TokenizersEngine(NullTokenizer(9)), 10, np.dtype("uint16"), eod=None)
+    lines = [b'{"text": "%b"}' % b" ".join([b"7"] * k) for k in range(1, 30)]
+    chunks = [Chunk(tmp_path, range(k, k + 1), [line], len(line), Place(), 0.5) for k, line in enumerate(lines)]
+    processes = set()
+    monkeypatch.setattr(Encoder, "__call__", lambda self, chunk: (processes.add(os.getpid()), encode(self, chunk))[1])
+    results = [result for _, result in encode_in_order(encoder, chunks, 2)]
+    assert [result.keys[0].tokens.tolist() for result in results] == [[7] * k for k in range(1, 30)]
+    assert processes == {os.getpid()}
 
 
 def test_first_bad_line_of_the_file_is_the_one_reported(tmp_path: Path) -> None:

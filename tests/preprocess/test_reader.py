@@ -12,7 +12,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from trimegatron.errors import ConfigError, DataError
-from trimegatron.preprocess import reader
 from trimegatron.preprocess.inputs import Source, find_sources
 from trimegatron.preprocess.reader import read_chunks
 
@@ -25,17 +24,16 @@ from trimegatron.preprocess.reader import read_chunks
     stop=st.integers(0, 12),
 )
 def test_lines_equal_universal_newlines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: list[str], block: int, partitions: int, stop: int
+    tmp_path: Path, text: list[str], block: int, partitions: int, stop: int
 ) -> None:
     path = tmp_path / "in"
     path.write_bytes("".join(text).encode())
-    monkeypatch.setattr(reader, "_BLOCK", block)
     with path.open(encoding="utf-8") as file:
         expected = [(k, line.removesuffix("\n")) for k, line in enumerate(file, 1)]
     expected *= 2  # the file is given twice
     sources = [Source(path), Source(path)]
-    chunks = list(read_chunks(sources, partitions=partitions))
-    lines = [(n, raw.decode()) for c in chunks for n, raw in zip(c.numbers, c.lines, strict=True)]
+    chunks = list(read_chunks(sources, partitions=partitions, block=block))
+    lines = [(n, raw.decode()) for c in chunks for n, raw in zip(c.numbers, c.take(), strict=True)]
     assert lines == [line for k in range(partitions) for line in expected[k::partitions]]
     assert [c.done for c in chunks] == sorted(c.done for c in chunks)
     if chunks:
@@ -45,10 +43,20 @@ def test_lines_equal_universal_newlines(
         rest = [
             (n, raw.decode())
             for c in chunks[stop % len(chunks) + 1 :]
-            for n, raw in zip(c.numbers, c.lines, strict=True)
+            for n, raw in zip(c.numbers, c.take(), strict=True)
         ]
-        again = read_chunks(sources, place, partitions)
-        assert [(n, raw.decode()) for c in again for n, raw in zip(c.numbers, c.lines, strict=True)] == rest
+        again = read_chunks(sources, place, partitions, block)
+        assert [(n, raw.decode()) for c in again for n, raw in zip(c.numbers, c.take(), strict=True)] == rest
+
+
+def test_a_file_that_changes_while_it_is_read_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(b"a\nb\nc\n")
+    (chunk,) = read_chunks([Source(path)])
+    assert chunk.take() == [b"a", b"b", b"c"]
+    path.write_bytes(b"a\nb\n")
+    with pytest.raises(DataError, match=r"in\.jsonl: was changed while it was read"):
+        chunk.take()
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".bz2", ".xz", ".zst"])
@@ -58,9 +66,9 @@ def test_packed_files(tmp_path: Path, suffix: str) -> None:
     (source,) = find_sources([str(path)])
     chunks = list(read_chunks([source]))
     assert len(chunks) > 2
-    assert [raw for chunk in chunks for raw in chunk.lines] == text.split(b"\n")[:-1]
+    assert [raw for chunk in chunks for raw in chunk.take()] == text.split(b"\n")[:-1]
     rest = list(read_chunks([source], chunks[1].end))
-    assert [raw for c in rest for raw in c.lines] == [raw for c in chunks[2:] for raw in c.lines]
+    assert [raw for c in rest for raw in c.take()] == [raw for c in chunks[2:] for raw in c.take()]
     assert rest[0].numbers[0] == chunks[1].end.line + 1
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(DataError, match=rf"in\.jsonl{suffix}: not a whole {suffix} file"):

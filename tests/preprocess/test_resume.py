@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
+from tests.batches import small_batches
 from trimegatron.data.indexed_dataset import IndexedDataset
 from trimegatron.errors import ConfigError, DataError
-from trimegatron.preprocess import reader, workspace
+from trimegatron.preprocess import workspace
 from trimegatron.preprocess.config import PreprocessConfig
 from trimegatron.preprocess.run import run
 
@@ -54,7 +55,7 @@ def test_a_run_that_stops_anywhere_goes_on_to_the_same_bytes(
 ) -> None:
     """Stopped without any warning at states drawn at random, until it ends."""
     write(tmp_path, 900)
-    monkeypatch.setattr(reader, "_BLOCK", 4000)
+    small_batches(monkeypatch, 4000)
     changes = {"on_bad_line": "skip", **changes}
     summary = run(config(tmp_path, **changes))
     assert (summary.rejects, summary.outputs["a"].documents) == (18, 882)
@@ -164,7 +165,7 @@ def unfinished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     lines = ['{"a": "1", "b": "2"}'] * 3000
     lines[2500] = '{"a": 1}'
     (tmp_path / "in.jsonl").write_text("\n".join(lines))
-    monkeypatch.setattr(reader, "_BLOCK", 4000)
+    small_batches(monkeypatch, 4000)
     monkeypatch.setattr(workspace, "INTERVAL", 0.0)
     with pytest.raises(DataError, match=r"in\.jsonl:2501: the value of 'a'"):
         run(config(tmp_path))

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.batches import small_batches
 from trimegatron.data.indexed_dataset import IndexedDataset
 from trimegatron.errors import ConfigError, DataError
 from trimegatron.preprocess import config as config_module
-from trimegatron.preprocess import reader
 from trimegatron.preprocess.cli import main
 from trimegatron.preprocess.config import PreprocessConfig
 from trimegatron.preprocess.run import run
@@ -51,7 +51,7 @@ def assert_same(prefix: Path, golden: Path, golden_index: Path | None = None) ->
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files of a few kilobytes are several chunks; GPT-2's vocabulary is read once."""
-    monkeypatch.setattr(reader, "_BLOCK", 1000)
+    small_batches(monkeypatch, 1000)
     monkeypatch.setattr(config_module, "build_tokenizer", _build)
 
 
@@ -65,7 +65,7 @@ ENGINES = ["tokenizers", pytest.param("gigatoken", marks=needs_gigatoken)]
 @pytest.mark.parametrize("append_eod", [True, False])
 @pytest.mark.parametrize("block", [7, 1000, 1 << 20])
 def test_edge_cases(tmp_path: Path, append_eod: bool, block: int, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reader, "_BLOCK", block)
+    small_batches(monkeypatch, block)
     source = GOLDEN / "data" / "edge" / "edge.jsonl"
     summary = run(config(source, tmp_path / "x", append_eod=append_eod, tokenizer_engine=engine))
     name = f"new_{'eod' if append_eod else 'noeod'}_content_document"
