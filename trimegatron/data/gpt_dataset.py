@@ -61,16 +61,9 @@ class GPTDataset:
         row = int(self.indices.shuffle_index[index])
         (first, begin), (last, end) = self.indices.sample_index[row : row + 2].tolist()
         sequences = self.indices.document_index[first : last + 1].tolist()
-        sample = np.empty(self.seq_length + 1, np.int64)
-        filled = 0
-        for k, sequence in enumerate(sequences):
-            start = begin if k == 0 else 0
-            length = end + 1 - start if k == len(sequences) - 1 else None
-            piece = self.data.get(sequence, start, length)
-            sample[filled : filled + len(piece)] = piece
-            filled += len(piece)
-        assert filled == len(sample)
-        return sample
+        starts = [begin] + [0] * (last - first)
+        lengths = [None] * (last - first) + [end + 1 - starts[-1]]
+        return np.concatenate(list(map(self.data.get, sequences, starts, lengths)), dtype=np.int64)
 
     def __getitems__(self, indices: Sequence[int]) -> np.ndarray:
         """The samples of ``indices``, at least one, in one array int64 [b, L + 1]: a loader's micro-batch.

@@ -53,7 +53,7 @@ def make_batch(samples: np.ndarray, sample_numbers: Sequence[int], boundaries: D
         torch.from_numpy(tokens),
         torch.from_numpy(labels),
         torch.from_numpy(boundaries.loss_mask(tokens)),
-        torch.tensor(sample_numbers, dtype=torch.int64),
+        torch.from_numpy(np.array(sample_numbers, np.int64)),  # a third of the time of torch.tensor
         position_ids,
         document_starts,
     )
