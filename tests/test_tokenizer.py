@@ -176,3 +176,15 @@ def test_vocabulary_without_an_end_token_has_no_eod(tmp_path: Path) -> None:
     assert (tokenizer.vocab_size, tokenizer.eod) == (256, None)
     tokenizer.save(tmp_path / "saved")
     assert load_tokenizer(tmp_path / "saved").eod is None
+
+
+def test_end_token_with_id_0(tmp_path: Path) -> None:
+    """Where trainers that put special tokens first have it, CodeParrot's among them."""
+    vocab = {s: i for i, s in enumerate([byte_level.END_OF_TEXT, *byte_level.alphabet()])}
+    (tmp_path / "vocab.json").write_text(json.dumps(vocab))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n")
+    files = {"vocab_file": tmp_path / "vocab.json", "merge_file": tmp_path / "merges.txt"}
+    tokenizer = build_tokenizer("GPT2BPETokenizer", **files)
+    assert (tokenizer.vocab_size, tokenizer.eod) == (257, 0)
+    tokenizer.save(tmp_path / "saved")
+    assert load_tokenizer(tmp_path / "saved").eod == 0

@@ -199,7 +199,8 @@ def build_tokenizer(
         )
         backend = byte_level.from_files(vocab, merges)
         backend.encode_special_tokens = megatron_compat < 2026
-        return BPETokenizer(backend, tokenizer_type, END_OF_TEXT if backend.token_to_id(END_OF_TEXT) else None, {})
+        end = None if backend.token_to_id(END_OF_TEXT) is None else END_OF_TEXT
+        return BPETokenizer(backend, tokenizer_type, end, {})
     if tokenizer_type == "HuggingFaceTokenizer":
         path = _need(tokenizer_type, "--tokenizer-model", tokenizer_model, folder=True)
         return _hugging_face(path, tokenizer_type)
