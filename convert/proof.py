@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
+from trimegatron.convert.gpt2 import CONSTANT
 from trimegatron.convert.source import Source
 from trimegatron.errors import CheckpointError
 from trimegatron.mesh import Axis
@@ -114,8 +115,9 @@ def logits_in_a_fresh_process(folder: Path, tokens: torch.Tensor) -> torch.Tenso
     with tempfile.TemporaryDirectory() as scratch:
         tokens_file, output = Path(scratch) / "tokens.safetensors", Path(scratch) / "logits.safetensors"
         save_file({"tokens": tokens.contiguous()}, tokens_file)
+        arguments = [str(folder), str(tokens_file), str(output), CONSTANT.pattern]
         result = subprocess.run(
-            [sys.executable, "-m", "trimegatron.convert.fresh_process", str(folder), str(tokens_file), str(output)],
+            [sys.executable, "-m", "trimegatron.convert.fresh_process", *arguments],
             env=os.environ | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"},
             capture_output=True,
             text=True,

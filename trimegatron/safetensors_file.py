@@ -15,8 +15,15 @@ from safetensors import SafetensorError, safe_open
 from trimegatron.errors import CheckpointError
 from trimegatron.lazy import LazyTensor, bytes_of, in_file
 
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""What weights and moments may be stored as."""
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""What weights and moments may be stored as, and the causal masks of older models."""
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -31,7 +38,7 @@ def read_safetensors(path: Path) -> Contents:
     """A file of tensors; only its header is read now.
 
     Raises:
-        CheckpointError: it is no safetensors file, is cut short, or holds something other than floats.
+        CheckpointError: it is no safetensors file, is cut short, or holds something other than these.
     """
     try:
         with safe_open(path, framework="pt"):  # the library checks the header against the file

@@ -69,6 +69,17 @@ def test_old_files(theirs: Path, tmp_path: Path):
             assert torch.equal(found[name].load(), tensor.load()), name
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8])
+def test_masks_that_older_versions_stored(dtype: torch.dtype, theirs: Path, tmp_path: Path):
+    """They are no weights: neither the reading nor the proof stumbles over them."""
+    shutil.copytree(theirs, tmp_path / "hf")
+    masks = {f"transformer.h.{i}.attn.bias": torch.ones(1, 1, 12, 12, dtype=dtype) for i in range(2)}
+    masks |= {f"transformer.h.{i}.attn.masked_bias": torch.tensor(-1e4) for i in range(2)}
+    set_tensors(lambda tensors: tensors.update(masks))(tmp_path / "hf")
+    flags = ["--model", str(tmp_path / "hf"), "--save", str(tmp_path / "ours"), "--true-vocab-size", "61"]
+    assert main(["convert", "from-hf", *flags]) == 0
+
+
 def set_config(**values: Any) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         config = json.loads((folder / "config.json").read_text())
