@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
+import secrets
 import shutil
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from trimegatron.errors import ConfigError
@@ -29,13 +29,16 @@ def check_free(output: Path, flag: str) -> None:
 
 @contextmanager
 def whole_folder(output: Path, flag: str) -> Iterator[Path]:
-    """A temporary folder beside ``output`` that takes its name at the end, or goes where something fails."""
+    """A temporary folder beside ``output`` that takes its name at the end; where something fails it goes, with the
+    folders above that were made for it.
+    """
     check_free(output, flag)
     output = output.resolve()
-    output.parent.mkdir(parents=True, exist_ok=True)
-    temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
-    temporary.mkdir()
+    made = [folder for folder in output.parents if not folder.exists()]
+    # Not named by the process: in a container the next one has the number of that which was killed.
+    temporary = output.with_name(f".{output.name}.{secrets.token_hex(4)}.tmp")
     try:
+        temporary.mkdir(parents=True)
         yield temporary
         if output.exists():
             output.rmdir()
@@ -43,6 +46,9 @@ def whole_folder(output: Path, flag: str) -> Iterator[Path]:
         sync_folder(output.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+        for folder in made:  # a folder that holds something stays
+            with suppress(OSError):
+                folder.rmdir()
 
 
 class Progress:

@@ -20,6 +20,7 @@ from trimegatron.safetensors_file import write_safetensors
 
 FORMATS = {"safetensors": ("model", ".safetensors"), "bin": ("pytorch_model", ".bin")}
 """Option → stem and ending of the files, as transformers looks for them."""
+WORDS, HEAD = "transformer.wte.weight", "lm_head.weight"
 
 
 def write_hf(
@@ -78,6 +79,8 @@ def write_weights(folder: Path, tensors: Mapping[str, LazyTensor], format: str, 
         name = f"{stem}{ending}" if len(shards) == 1 else f"{stem}-{number:05d}-of-{len(shards):05d}{ending}"
         write(folder / name, shard, {"format": "pt"}, progress.count)
         weight_map |= dict.fromkeys(shard, name)
+    if format == "bin":
+        weight_map[HEAD] = weight_map[WORDS]
     progress.close()
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
@@ -87,8 +90,11 @@ def write_weights(folder: Path, tensors: Mapping[str, LazyTensor], format: str, 
 def write_bin(
     path: Path, tensors: Mapping[str, LazyTensor], _metadata: Mapping[str, str], count: Callable[[int], None]
 ) -> None:
-    """A file of torch.save, a pickle: its tensors are in memory together."""
-    save_torch_file({name: tensor.load().contiguous() for name, tensor in tensors.items()}, path)
+    """A file of torch.save, a pickle: its tensors are in memory together. The tied head is named beside the words, of
+    which it takes no bytes: accelerate does not find it on the disk otherwise.
+    """
+    loaded = {name: tensor.load().contiguous() for name, tensor in tensors.items()}
+    save_torch_file(loaded | ({HEAD: loaded[WORDS]} if WORDS in loaded else {}), path)
     count(sum(tensor.num_bytes for tensor in tensors.values()))
 
 

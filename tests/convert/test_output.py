@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from tests.convert.models import random_source
 from trimegatron.convert import output
 from trimegatron.convert.output import Progress, whole_folder
+from trimegatron.convert.to_ours import write_checkpoint
 from trimegatron.errors import ConfigError
 
 
@@ -17,8 +22,8 @@ def test_whole_or_not_at_all(tmp_path: Path):
         (folder / "a").touch()
         assert not target.exists()
         raise RuntimeError("half-way")
-    assert list((tmp_path / "new").iterdir()) == []
-    target.mkdir()  # an empty folder is free
+    assert list(tmp_path.iterdir()) == []  # the folder above went too
+    target.mkdir(parents=True)  # an empty folder is free
     with whole_folder(target, "--save") as folder:
         (folder / "a").touch()
     assert [path.name for path in target.iterdir()] == ["a"]
@@ -46,3 +51,18 @@ def test_the_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture)
     bar = Progress(100, "writing")
     bar.count(10)
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_termination_leaves_nothing(tmp_path: Path):
+    """SIGTERM while the proof runs: exit code 143, and neither the folder nor a temporary one stays."""
+    write_checkpoint(random_source(with_optimizer=False), tmp_path / "ours", verify=False)
+    command = ["convert", "to-hf", "--load", str(tmp_path / "ours"), "--output", str(tmp_path / "new" / "hf")]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "trimegatron", *command], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    while process.poll() is None and not list(tmp_path.glob("new/.hf.*.tmp/generation_config.json")):
+        time.sleep(0.01)
+    process.terminate()
+    _, said = process.communicate(timeout=60)
+    assert (process.returncode, [path.name for path in tmp_path.iterdir()]) == (143, ["ours"]), said
+    assert "terminated" in said

@@ -101,7 +101,8 @@ def test_dtype_and_bin(tmp_path: Path):
     proof = write_hf(source, tmp_path / "hf", dtype="bfloat16", format="bin")
     assert proof is not None and proof.holds
     tensors = torch.load(tmp_path / "hf" / "pytorch_model.bin", weights_only=True)
-    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16} and len(tensors) == 28
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16} and len(tensors) == 29
+    assert tensors["lm_head.weight"].data_ptr() == tensors["transformer.wte.weight"].data_ptr()
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == "bfloat16"
 
 

@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from tests.convert.models import random_source, with_tensor
+from trimegatron.convert.from_hf import read_hf
 from trimegatron.convert.proof import build_model
 from trimegatron.convert.source import Source, read_checkpoint
 from trimegatron.convert.to_hf import write_hf
 from trimegatron.convert.to_ours import write_checkpoint
+from trimegatron.convert.vocabulary import VocabularyConfig
 from trimegatron.generate import GenerateConfig, generate, load_model
 
 WORDS = "embedding.word_embeddings.weight"
@@ -82,3 +84,21 @@ def test_device_map_with_offload(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     transformers_logging.disable_propagation()
     assert "newly initialized" not in caplog.text and "MISSING" not in caplog.text
     assert model.hf_device_map["transformer.h.1"] == "disk"
+
+
+def test_bin_with_everything_on_the_disk(tmp_path: Path):
+    """The tied head too, which accelerate looks for under its own name; in shards, which the index agrees with."""
+    pytest.importorskip("accelerate", reason="device_map needs accelerate, which is not installed")
+    from transformers import AutoModelForCausalLM
+
+    source = random_source(with_optimizer=False)
+    write_hf(source, tmp_path / "hf", verify=False, format="bin", max_shard_bytes=50_000)
+    assert read_hf(tmp_path / "hf", VocabularyConfig(true_vocab_size=1003)).model.keys() == source.model.keys()
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "hf", device_map="auto", max_memory={"cpu": "1KB"}, offload_folder=tmp_path / "offload"
+    )
+    assert set(model.hf_device_map.values()) == {"disk"}
+    tokens = torch.arange(16)[None]
+    with torch.no_grad():
+        ours = build_model(source)(tokens).transpose(0, 1)[..., :1003]
+        torch.testing.assert_close(model(tokens).logits, ours, atol=1e-4, rtol=0)
