@@ -16,7 +16,7 @@ from trimegatron.convert.source import MODEL, Source, new_state
 from trimegatron.convert.to_ours import write_checkpoint
 from trimegatron.convert.torch_file import is_zip, read_torch_file
 from trimegatron.convert.vocabulary import VocabularyConfig, find_tokenizer
-from trimegatron.errors import CheckpointError, ConfigError
+from trimegatron.errors import CheckpointError, ConfigError, complain
 from trimegatron.lazy import LazyTensor, assemble, in_memory
 from trimegatron.safetensors_file import read_safetensors
 
@@ -118,4 +118,8 @@ def convert_from_hf(
     proofs: list[Proof] = []
     source = read_hf(folder, files)
     write_checkpoint(source, root, verify=verify, prove=lambda written: proofs.append(prove(written, folder, cut=True)))
+    theirs, ours = read_json(folder / "config.json").get("eos_token_id"), source.tokenizer.eod
+    if theirs is not None and theirs != ours:
+        line = f"{folder / 'config.json'} names {theirs} as eos_token_id and the tokenizer {ours}, which counts from now"
+        complain("convert", f"{line} on; to change it, name another eos_token in tokenizer_config.json", is_error=False)
     return proofs[0] if proofs else None

@@ -179,7 +179,7 @@ def test_vocabulary_without_an_end_token_has_no_eod(tmp_path: Path) -> None:
 
 
 def test_end_token_with_id_0(tmp_path: Path) -> None:
-    """Where trainers that put special tokens first have it, CodeParrot's among them."""
+    """Where trainers that put special tokens first have it."""
     vocab = {s: i for i, s in enumerate([byte_level.END_OF_TEXT, *byte_level.alphabet()])}
     (tmp_path / "vocab.json").write_text(json.dumps(vocab))
     (tmp_path / "merges.txt").write_text("#version: 0.2\n")

@@ -42,7 +42,8 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_model_of_transformers_is_proven(theirs: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
     flags = ["--model", str(theirs), "--save", str(tmp_path / "ours"), "--true-vocab-size", "60"]
     assert main(["convert", "from-hf", *flags]) == 0
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert "names 0 as eos_token_id and the tokenizer " in err
     assert "--finetune" in out and re.search(r"proof: max \|Δlogit\| .* agreement 100\.00% over 24 tokens", out)
     source = read_checkpoint(tmp_path / "ours")
     model = source.config.model
