@@ -120,6 +120,8 @@ def convert_from_hf(
     write_checkpoint(source, root, verify=verify, prove=lambda written: proofs.append(prove(written, folder, cut=True)))
     theirs, ours = read_json(folder / "config.json").get("eos_token_id"), source.tokenizer.eod
     if theirs is not None and theirs != ours:
-        line = f"{folder / 'config.json'} names {theirs} as eos_token_id and the tokenizer {ours}, which counts from now"
+        line = (
+            f"{folder / 'config.json'} names {theirs} as eos_token_id and the tokenizer {ours}, which counts from now"
+        )
         complain("convert", f"{line} on; to change it, name another eos_token in tokenizer_config.json", is_error=False)
     return proofs[0] if proofs else None
