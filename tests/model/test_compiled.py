@@ -1,4 +1,4 @@
-"""Compiled layers compute what eager ones do: losses, gradients, dropout masks, with recomputation and in evaluation."""
+"""Compiled layers compute what eager ones do: losses, gradients, dropout masks, also recomputed and in evaluation."""
 
 from __future__ import annotations
 

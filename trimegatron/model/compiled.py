@@ -1,8 +1,8 @@
 """``--compile``: each layer as one graph of torch.compile's.
 
 A layer is the piece: small to compile, and what lies between layers (hooks that wait for parameters, recomputation,
-the pipeline's cuts) stays as it is. Layers share one graph, unless there is dropout: a mask is a function of the layer's
-number, which is then a constant of the graph. The kernels are operators within it.
+the pipeline's cuts) stays as it is. Layers share one graph, unless there is dropout: a mask is a function of the
+layer's number, which is then a constant of the graph. The kernels are operators within it.
 """
 
 from __future__ import annotations
