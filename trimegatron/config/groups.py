@@ -153,6 +153,11 @@ class TrainingConfig(Options):
         False,
         "the same bits from the same command on a GPU too; what is not deterministic there is replaced or refused",
     )
+    compile: bool = option(
+        False,
+        "ours. Compile each layer with torch.compile: a slower first step, faster ones after it. On a CPU it needs a "
+        "C++ compiler; on a GPU it has not been timed",
+    )
     device: str = option("auto", "ours. auto: cuda where there is one", choices=("auto", "cpu", "cuda"))
 
     def __post_init__(self) -> None:
