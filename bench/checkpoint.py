@@ -1,5 +1,6 @@
 """``trimegatron bench checkpoint``: time and memory of saving and loading a model with its optimizer state, beside the
-speed at which the disk writes and flushes, and reads, as many bytes.
+speed at which the disk writes and flushes, and reads, as many bytes; and with ``--async-save`` how long training waits
+for a save, beside a copy of as many bytes in memory, when the checkpoint is whole, and what steps take until then.
 
 Each figure is of a process of its own, the kinds taking turns; of several rounds the table shows the fastest. What is
 read was dropped from the system's cache before.
@@ -9,10 +10,13 @@ from __future__ import annotations
 
 import os
 import shutil
+import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +27,7 @@ from trimegatron.bench.measure import Contender, Figures, in_turns, machine
 from trimegatron.bench.results import OURS, Result, measured
 from trimegatron.bench.runner import run
 from trimegatron.checkpoint.checkpoint import load_checkpoint
+from trimegatron.checkpoint.directory import TRACKER, tracked_iteration
 from trimegatron.checkpoint.resume import choose_checkpoint
 from trimegatron.config import parse_train_args
 from trimegatron.config.options import Options, kebab, option
@@ -34,14 +39,24 @@ from trimegatron.tokenizer import build_tokenizer
 from trimegatron.train import build_trainer
 from trimegatron.trainer import Trainer
 
+DISK, COPY = "the disk alone", "a copy of as many bytes"
 CASES = {
-    "write": ("save", "the disk alone"),
-    "save": ("save", OURS),
-    "read": ("load", "the disk alone"),
-    "load": ("load", OURS),
-    "load, hashes not compared": ("load", f"{OURS}, hashes not compared"),
+    "write": ("save", DISK, "write"),
+    "save": ("save", OURS, "write"),
+    "read": ("load", DISK, "read"),
+    "load": ("load", OURS, "read"),
+    "load, hashes not compared": ("load", f"{OURS}, hashes not compared", "read"),
+    "copy": ("pause of training", COPY, "copy"),
+    "pause": ("pause of training", OURS, "copy"),
+    "whole": ("save beside training", OURS, "write"),
+    "step": ("step", f"{OURS}, nothing is written", "step"),
+    "step beside a save": ("step", f"{OURS}, beside a save", "step"),
 }
-"""What is run → the case and the variant."""
+"""What is timed → the case, the variant, and what the table divides its time by."""
+BESIDE = ("pause", "whole", "step", "step beside a save")
+"""What a process finds that saves beside training."""
+STEPS = 5
+"""Timed with nothing beside them, after one that is not."""
 PIECE = 1 << 24
 """Bytes of one write or read of the raw test."""
 
@@ -80,10 +95,13 @@ def results(config: CheckpointBenchConfig) -> Iterator[Result]:
     print(report(figures))
     sizes = {name: value for name, value in asdict(config).items() if name not in ("rounds", "work_dir")}
     for kind, runs in figures.items():
-        case, variant = CASES[kind]
+        case, variant, _ = CASES[kind]
         note = f"{runs[0]['bytes'] / 1e9:.3f} GB"
-        yield measured(case, variant, "time", "s", [run["seconds"] for run in runs], note=note, **sizes)
-        if variant != "the disk alone":
+        seconds = [run["seconds"] for run in runs]
+        yield measured(case, variant, "time", "s", seconds, note=note, **sizes)
+        if kind == "save":
+            yield measured(CASES["pause"][0], f"{OURS}, without --async-save", "time", "s", seconds, note=note, **sizes)
+        if "memory" in runs[0]:
             memory = [run["memory"] for run in runs]
             yield measured(case, variant, "memory beyond the model", "bytes", memory, note=note, **sizes)
 
@@ -99,8 +117,12 @@ def measure(config: CheckpointBenchConfig, folder: Path) -> dict[str, list[Figur
         "read": contender("read", folder=saved),
         "load": contender("load", folder=str(folder / "first"), **sizes),
         "load, hashes not compared": contender("load", folder=str(folder / "first"), verify=False, **sizes),
+        "copy": contender("copy", num_bytes=first["bytes"]),
+        "beside": contender("save_beside", folder=str(folder / "beside"), **sizes),
     }
-    return in_turns(kinds, config.rounds)
+    figures = in_turns(kinds, config.rounds)
+    beside = figures.pop("beside")
+    return figures | {name: [run[name] for run in beside] for name in BESIDE}
 
 
 def contender(function: str, **arguments: Any) -> Contender:
@@ -108,7 +130,7 @@ def contender(function: str, **arguments: Any) -> Contender:
 
 
 def report(figures: dict[str, list[Figures]]) -> str:
-    """Seconds, speed, ratio to the disk's own, and the memory beyond what was there before."""
+    """Seconds, speed, ratio to the least there can be, and the memory beyond what was there before."""
     fastest = {name: min(runs, key=lambda run: run["seconds"]) for name, runs in figures.items()}
     here = machine()
     lines = [
@@ -116,12 +138,11 @@ def report(figures: dict[str, list[Figures]]) -> str:
         f"{'':28} {'GB':>6} {'s':>8} {'GB/s':>6} {'ratio':>6} {'memory beyond, GB':>18}",
     ]
     for name, best in fastest.items():
-        disk = fastest["write" if name in ("write", "save") else "read"]
-        gigabytes = best["bytes"] / 1e9
-        lines.append(
-            f"{name:28} {gigabytes:6.3f} {best['seconds']:8.3f} {gigabytes / best['seconds']:6.2f} "
-            f"{best['seconds'] / disk['seconds']:6.2f} {best['memory'] / 1e9:18.3f}"
-        )
+        gigabytes, seconds = best["bytes"] / 1e9, best["seconds"]
+        ratio = seconds / fastest[CASES[name][2]]["seconds"]
+        size, speed = ("", "") if CASES[name][0] == "step" else (f"{gigabytes:.3f}", f"{gigabytes / seconds:.2f}")
+        memory = f"{best['memory'] / 1e9:.3f}" if "memory" in best else ""
+        lines.append(f"{name:28} {size:>6} {seconds:8.3f} {speed:>6} {ratio:6.2f} {memory:>18}")
     return "\n".join(lines)
 
 
@@ -135,7 +156,7 @@ def write(*, path: str, num_bytes: int) -> Figures:
         os.fsync(file.fileno())
     seconds = time.perf_counter() - started
     Path(path).unlink()
-    return {"bytes": num_bytes, "seconds": seconds, "memory": 0}
+    return {"bytes": num_bytes, "seconds": seconds}
 
 
 def read(*, folder: str) -> Figures:
@@ -148,7 +169,13 @@ def read(*, folder: str) -> Figures:
         with path.open("rb", buffering=0) as file:
             while count := file.readinto(buffer):
                 num_bytes += count
-    return {"bytes": num_bytes, "seconds": time.perf_counter() - started, "memory": 0}
+    return {"bytes": num_bytes, "seconds": time.perf_counter() - started}
+
+
+def copy(*, num_bytes: int) -> Figures:
+    """As many bytes from memory to memory, both written to before."""
+    source, target = torch.ones(2, num_bytes // 4)
+    return {"bytes": num_bytes, "seconds": timed(lambda: target.copy_(source))}
 
 
 def save(*, folder: str, **sizes: int) -> Figures:
@@ -156,19 +183,56 @@ def save(*, folder: str, **sizes: int) -> Figures:
     shutil.rmtree(folder, ignore_errors=True)
     trainer = build(Path(folder), sizes)
     before = peak_memory_bytes(torch.device("cpu"))
-    started = time.perf_counter()
-    trainer.save()
-    seconds = time.perf_counter() - started
+    seconds = timed(trainer.save)
     return {
-        "bytes": sum(path.stat().st_size for path in Path(folder).glob("c/iter_*/*.safetensors")),
+        "bytes": bytes_in(Path(folder) / "c"),
         "seconds": seconds,
         "memory": peak_memory_bytes(torch.device("cpu")) - before,
     }
 
 
+def save_beside(*, folder: str, **sizes: int) -> Figures:
+    """The same with ``--async-save`` after some steps, and steps until it is whole: each of ``BESIDE``."""
+    shutil.rmtree(folder, ignore_errors=True)
+    trainer = build(Path(folder), sizes, "--async-save")
+    root = Path(folder) / "c"
+    before = peak_memory_bytes(torch.device("cpu"))
+    trainer.saver.reserve(trainer.snapshot())
+    memory = peak_memory_bytes(torch.device("cpu")) - before
+    with closing(trainer.loader(trainer.datasets.train, 0)) as batches:
+        step = partial(trainer.train_step, batches)
+        alone = [timed(step) for _ in range(1 + STEPS)][1:]
+        trainer.progress.iteration = 1 + STEPS
+        started = time.time()  # as files tell it
+        pause = timed(trainer.save)
+        beside = [timed(step)]
+        while tracked_iteration(root) is None:
+            beside.append(timed(step))
+    trainer.saver.wait()
+    num_bytes = bytes_in(root)
+    return {
+        "pause": {"bytes": num_bytes, "seconds": pause},
+        "whole": {"bytes": num_bytes, "seconds": (root / TRACKER).stat().st_mtime - started, "memory": memory},
+        "step": {"bytes": num_bytes, "seconds": statistics.median(alone)},
+        "step beside a save": {"bytes": num_bytes, "seconds": statistics.median(beside)},
+    }
+
+
+def timed(run: Callable[[], object]) -> float:
+    """Seconds."""
+    started = time.perf_counter()
+    run()
+    return time.perf_counter() - started
+
+
+def bytes_in(root: Path) -> int:
+    """Of the tensor files of the checkpoints in a folder."""
+    return sum(path.stat().st_size for path in root.glob("iter_*/*.safetensors"))
+
+
 def load(*, folder: str, verify: bool = True, **sizes: int) -> Figures:
     """That checkpoint into a model like it, chosen and read as a run that resumes does."""
-    trainer = build(Path(folder), sizes, load=True, verify=verify)
+    trainer = build(Path(folder), sizes, "--load", f"{folder}/c", *([] if verify else ["--no-verify-checkpoint"]))
     before = peak_memory_bytes(torch.device("cpu"))
     paths = drop_from_cache(Path(folder) / "c" / "iter_0000000")
     started = time.perf_counter()
@@ -182,14 +246,14 @@ def load(*, folder: str, verify: bool = True, **sizes: int) -> Figures:
     }
 
 
-def build(folder: Path, sizes: dict[str, int], *, load: bool = False, verify: bool = True) -> Trainer:
+def build(folder: Path, sizes: dict[str, int], *flags: str) -> Trainer:
     """A trainer of the model on a few tokens, with moments that are not all zero."""
     prefix = folder / "text"
     folder.mkdir(parents=True, exist_ok=True)
     seq_length = min(16, sizes["max_position_embeddings"])
     with IndexedDatasetWriter(prefix, np.dtype(np.uint16)) as writer:
         writer.add_document(np.zeros(64 * seq_length, np.uint16), [64 * seq_length])
-    flags = {
+    values = {
         **sizes,
         "vocab_size": sizes["vocab_size"] - 1,  # and the end of documents
         "seq_length": seq_length,
@@ -197,20 +261,15 @@ def build(folder: Path, sizes: dict[str, int], *, load: bool = False, verify: bo
         "data_path": prefix,
         "split": "1,0,0",
         "micro_batch_size": 1,
-        "train_iters": 1,
+        "train_iters": 1000,
         "eval_iters": 0,
         "lr": 1e-3,
         "save": folder / "c",
         "save_interval": 1,
         "device": "cpu",
     }
-    words = [word for name, value in flags.items() for word in (kebab(name), str(value))]
-    words += [
-        "--bf16",
-        *(["--load", str(folder / "c")] if load else []),
-        *([] if verify else ["--no-verify-checkpoint"]),
-    ]
-    config = parse_train_args(words, world_size=1)
+    words = [word for name, value in values.items() for word in (kebab(name), str(value))]
+    config = parse_train_args([*words, "--bf16", *flags], world_size=1)
     tokenizer = build_tokenizer("NullTokenizer", vocab_size=config.model.vocab_size)
     config = with_vocab_size(config, tokenizer)
     trainer = build_trainer(config, Mesh(torch.device("cpu")), tokenizer, None, lambda *_: None)

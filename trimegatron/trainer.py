@@ -18,7 +18,7 @@ from torch import nn
 from trimegatron.activity import Activity
 from trimegatron.checkpoint.checkpoint import Progress
 from trimegatron.checkpoint.saver import Saver
-from trimegatron.checkpoint.snapshot import take_snapshot
+from trimegatron.checkpoint.snapshot import Snapshot, take_snapshot
 from trimegatron.config import Config
 from trimegatron.config.schedule import Schedule
 from trimegatron.data.build import Datasets
@@ -111,6 +111,8 @@ class Trainer:
             self.say(f"nothing is left to train: iteration {progress.iteration} of {training.train_iters} is reached")
             self.save_the_end()
             return 0
+        if config.checkpoint.save and config.checkpoint.async_save:
+            self.saver.reserve(self.snapshot())
         if training.eval_at_start and progress.iteration == 0:
             self.validate()
             if self.stopping.is_asked and self.stopping.stops_at(0):  # there is nothing to save
@@ -280,17 +282,20 @@ class Trainer:
     def save(self, *, must_succeed: bool = False) -> None:
         """Save a checkpoint of this moment."""
         with self.metrics.pause():
-            snapshot = take_snapshot(
-                self.config,
-                self.progress,
-                self.optimizer,
-                scaler=self.scaler.state(),
-                data=self.data_record.state(self.progress.consumed_samples),
-                interval=asdict(self.metrics.interval),
-            )
-            answers = self.saver.save(snapshot, ask=self.wishes, must_succeed=must_succeed)
+            answers = self.saver.save(self.snapshot(), ask=self.wishes, must_succeed=must_succeed)
             if answers:
                 self.heed(answers)
+
+    def snapshot(self) -> Snapshot:
+        """What a checkpoint holds of this moment."""
+        return take_snapshot(
+            self.config,
+            self.progress,
+            self.optimizer,
+            scaler=self.scaler.state(),
+            data=self.data_record.state(self.progress.consumed_samples),
+            interval=asdict(self.metrics.interval),
+        )
 
     def save_the_end(self) -> None:
         """See to it that this moment is saved, whatever went wrong before."""

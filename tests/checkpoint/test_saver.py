@@ -7,6 +7,7 @@ import os
 import resource
 import shutil
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -21,6 +22,8 @@ from tests.runs import tensors_of, tiny_flags
 from trimegatron import train
 from trimegatron.checkpoint import saver
 from trimegatron.checkpoint.directory import damage_in, find_checkpoint, outdated, problem_with
+from trimegatron.checkpoint.snapshot import Snapshot
+from trimegatron.checkpoint.storage import Piece
 
 COMMON: dict[str, Any] = {
     "micro_batch_size": 1, "global_batch_size": 2, "train_iters": 8, "lr_decay_iters": 12, "save_interval": 2,
@@ -192,6 +195,29 @@ def test_beside_training(corpus: Path, tmp_path: Path):
     for iteration in (2, 8):
         mine, theirs = (tensors_of(tmp_path / n / f"iter_000000{iteration}") for n in "as")
         assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="who takes which memory when is the system's")
+def test_the_memory_of_saves_beside_training():
+    """A copy of its own; the same memory each time, whose pages a process forked meanwhile does not take along."""
+    weight = torch.arange(1 << 20, dtype=torch.float32).view(1 << 10, 1 << 10).requires_grad_()
+    pieces = {"a": Piece(weight, (2048, 1024), (1024, 0)), "b": Piece(weight, (1024, 1024), (0, 0), is_copy=True)}
+    state: Any = None
+    buffers: dict[str, torch.Tensor] = {}
+    first = Snapshot(pieces, state).on_host(buffers).pieces
+    assert first.keys() == {"a"} and torch.equal(first["a"].tensor, weight) and first["a"].offsets == (1024, 0)
+    with torch.no_grad():
+        weight += 1
+    assert torch.equal(first["a"].tensor, weight - 1)
+    forked = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    forked.start()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    second = Snapshot(pieces, state).on_host(buffers).pieces
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    forked.kill()
+    forked.join()
+    assert torch.equal(second["a"].tensor, weight) and second["a"].tensor.data_ptr() == first["a"].tensor.data_ptr()
+    assert faults < weight.nbytes / resource.getpagesize() / 2
 
 
 def die_while_writing(flags: list[str]) -> int:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import mmap
 from dataclasses import asdict, dataclass
 from typing import Any
+
+import torch
 
 from trimegatron.checkpoint.checkpoint import (
     CheckpointState,
@@ -35,14 +38,27 @@ class Snapshot:
         """What this rank will write."""
         return sum(piece.tensor.nbytes for piece in self.pieces.values() if not piece.is_copy)
 
-    def on_host(self) -> Snapshot:
-        """A copy that training does not change: in the host's memory, without what other ranks write."""
-        pieces = {
-            name: dataclasses.replace(piece, tensor=piece.tensor.detach().to("cpu", copy=True))
-            for name, piece in self.pieces.items()
-            if not piece.is_copy
-        }
+    def on_host(self, buffers: dict[str, torch.Tensor]) -> Snapshot:
+        """A copy that training does not change, in the host's memory, without what other ranks write.
+
+        Args:
+            buffers: what the copy before lies in, by piece; overwritten, and filled up with what is missing.
+        """
+        pieces = {}
+        for name, piece in self.pieces.items():
+            if not piece.is_copy and piece.tensor.numel() > 0:
+                if name not in buffers:
+                    buffers[name] = host_memory_for(piece.tensor)
+                pieces[name] = dataclasses.replace(piece, tensor=buffers[name].copy_(piece.tensor.detach()))
         return Snapshot(pieces, self.state)
+
+
+def host_memory_for(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor like it in memory that processes forked later share. Of any other, the system would copy each page at the
+    first write after a fork, and every loader forks its workers: 1.5 GB took 4 s in place of 0.1.
+    """
+    memory = mmap.mmap(-1, tensor.nbytes)
+    return torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape)
 
 
 def take_snapshot(
