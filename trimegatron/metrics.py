@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from trimegatron.checkpoint.directory import METRICS
 from trimegatron.config import Config
 from trimegatron.errors import ConfigError
 from trimegatron.files import write_atomically
@@ -254,7 +255,7 @@ def metrics_path(config: Config) -> Path | None:
     if config.logging.metrics_file:
         return Path(config.logging.metrics_file)
     save = None if config.training.skip_train else config.checkpoint.save
-    return Path(save) / "metrics.jsonl" if save else None
+    return Path(save) / METRICS if save else None
 
 
 def drop_lines_beyond(path: Path, iteration: int) -> None:

@@ -58,7 +58,7 @@ def assert_ended_alike(folder: Path, straight: Path) -> None:
     assert list(differences(checkpoint_folder(folder, STEPS), checkpoint_folder(straight, STEPS))) == []
     mine, theirs = (without_timing(read_metrics(path / "metrics.jsonl")) for path in (folder, straight))
     assert mine == theirs
-    assert not list(folder.glob(".iter_*.tmp"))
+    assert not list(folder.glob(".*.tmp"))
 
 
 # Kills

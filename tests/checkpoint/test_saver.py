@@ -21,7 +21,14 @@ from tests.parallel import free_port, run_ranks
 from tests.runs import tensors_of, tiny_flags
 from trimegatron import train
 from trimegatron.checkpoint import saver
-from trimegatron.checkpoint.directory import damage_in, find_checkpoint, outdated, problem_with
+from trimegatron.checkpoint.directory import (
+    LIFE_OF_A_MARK,
+    clear_leftovers,
+    damage_in,
+    find_checkpoint,
+    outdated,
+    problem_with,
+)
 from trimegatron.checkpoint.snapshot import Snapshot
 from trimegatron.checkpoint.storage import Piece
 
@@ -243,6 +250,19 @@ def test_a_kill_beside_training(corpus: Path, tmp_path: Path):
     assert find_checkpoint(tmp_path) == tmp_path / "iter_0000002" and damage_in(tmp_path / "iter_0000002") is None
     assert run_ranks(1, train.main, [*flags, "--load", str(tmp_path)]) == [0]
     assert saved(tmp_path) == [2, 4, 6, 8]
+
+
+def test_leftovers(tmp_path: Path):
+    """What only a killed run can have left goes, and what a run that starts now is looking for stays."""
+    dead = [".iter_0000004.tmp", ".metrics.jsonl.12.tmp", ".latest_checkpointed_iteration.txt.12.tmp", ".seen-old"]
+    alive = [".seen-new", "metrics.jsonl", "iter_0000002", ".notes.tmp"]
+    for name in (*dead, *alive):
+        (tmp_path / name).mkdir() if "iter_0" in name else (tmp_path / name).touch()
+    (tmp_path / ".iter_0000004.tmp" / "shard-00000.safetensors").touch()
+    hours_ago = time.time() - 2 * LIFE_OF_A_MARK
+    os.utime(tmp_path / ".seen-old", (hours_ago, hours_ago))
+    clear_leftovers(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == set(alive)
 
 
 def complete(root: Path, *iterations: int) -> Callable[..., list[int]]:

@@ -4,6 +4,7 @@
 
     <save>/latest_checkpointed_iteration.txt      the newest complete one, replaced atomically
     <save>/iter_0000100/                          complete when manifest.json is there, which is written last
+    <save>/metrics.jsonl
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import json
 import os
 import re
 import shutil
+import time
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +24,15 @@ from trimegatron.errors import CheckpointError
 from trimegatron.files import sync_file, sync_folder, write_atomically
 
 TRACKER = "latest_checkpointed_iteration.txt"
+METRICS = "metrics.jsonl"
 MANIFEST = "manifest.json"
 STATE = "state.json"
 FOLDER_NAME = re.compile(r"\.?iter_(\d{7,})(?:\.replaced)?")
 TOKENIZER = "tokenizer"
+MARK = ".seen-"
+"""Begins the name of a file that all ranks look for when a run starts (``check_is_shared``)."""
+LIFE_OF_A_MARK = 3600.0
+"""Seconds; where a start takes longer to look for a file, it is dead."""
 
 
 def checkpoint_folder(root: Path, iteration: int) -> Path:
@@ -43,9 +50,17 @@ def replaced_folder(folder: Path) -> Path:
 
 
 def clear_leftovers(root: Path) -> None:
-    """What killed runs left half-written, or half-removed, goes."""
+    """What killed runs left half-written, or half-removed, goes; and the marks of their starts, when these are so old
+    that no run is looking for them."""
     for leftover in root.glob(".iter_*.tmp"):
         shutil.rmtree(leftover)
+    for name in (TRACKER, METRICS):
+        for leftover in root.glob(f".{name}.*.tmp"):
+            leftover.unlink()
+    for mark in root.glob(f"{MARK}*"):
+        with suppress(FileNotFoundError):  # it was seen meanwhile
+            if time.time() - mark.stat().st_mtime > LIFE_OF_A_MARK:
+                mark.unlink()
 
 
 def flush_files(folder: Path, paths: Iterable[Path]) -> dict[str, dict[str, Any]]:

@@ -18,6 +18,7 @@ import torch
 
 from trimegatron.activity import Activity
 from trimegatron.checkpoint.directory import (
+    MARK,
     TOKENIZER,
     change_since,
     checkpoint_folder,
@@ -52,7 +53,7 @@ def check_is_shared(root: Path, mesh: Mesh) -> None:
     """
     if mesh.world.size == 1:
         return
-    mark = f".seen-{uuid.uuid4().hex}"
+    mark = f"{MARK}{uuid.uuid4().hex}"
     if mesh.is_first_rank:
         root.mkdir(parents=True, exist_ok=True)
         (root / mark).touch()

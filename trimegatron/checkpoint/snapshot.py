@@ -54,7 +54,7 @@ class Snapshot:
 
 
 def host_memory_for(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor like it in memory that processes forked later share. Of any other, the system would copy each page at the
+    """A tensor like it, in memory that processes forked later share. Of any other the system copies each page at the
     first write after a fork, and every loader forks its workers: 1.5 GB took 4 s in place of 0.1.
     """
     memory = mmap.mmap(-1, tensor.nbytes)
