@@ -3,7 +3,8 @@ speed at which the disk writes and flushes, and reads, as many bytes; and with `
 for a save, beside a copy of as many bytes in memory, when the checkpoint is whole, and what steps take until then.
 
 Each figure is of a process of its own, the kinds taking turns; of several rounds the table shows the fastest. What is
-read was dropped from the system's cache before.
+read was dropped from the system's cache before; and as many bytes of memory were used and given back, which a virtual
+machine may have to ask its host for.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from __future__ import annotations
 import os
 import shutil
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -149,6 +152,7 @@ def report(figures: dict[str, list[Figures]]) -> str:
 def write(*, path: str, num_bytes: int) -> Figures:
     """As many bytes of noise, written and flushed."""
     noise = os.urandom(PIECE)
+    use_memory(num_bytes)
     started = time.perf_counter()
     with open(path, "wb", buffering=0) as file:  # noqa: PTH123
         for at in range(0, num_bytes, PIECE):
@@ -163,6 +167,7 @@ def read(*, folder: str) -> Figures:
     """The tensor files of a checkpoint, into one buffer."""
     paths = drop_from_cache(Path(folder))
     buffer = bytearray(PIECE)
+    use_memory(sum(path.stat().st_size for path in paths))
     num_bytes = 0
     started = time.perf_counter()
     for path in paths:
@@ -182,6 +187,7 @@ def save(*, folder: str, **sizes: int) -> Figures:
     """A checkpoint of a model at its start, by the trainer; what it leaves replaces that of the run before."""
     shutil.rmtree(folder, ignore_errors=True)
     trainer = build(Path(folder), sizes)
+    use_memory(trainer.snapshot().num_bytes)
     before = peak_memory_bytes(torch.device("cpu"))
     seconds = timed(trainer.save)
     return {
@@ -203,6 +209,7 @@ def save_beside(*, folder: str, **sizes: int) -> Figures:
         step = partial(trainer.train_step, batches)
         alone = [timed(step) for _ in range(1 + STEPS)][1:]
         trainer.progress.iteration = 1 + STEPS
+        use_memory(trainer.snapshot().num_bytes)
         started = time.time()  # as files tell it
         pause = timed(trainer.save)
         beside = [timed(step)]
@@ -216,6 +223,11 @@ def save_beside(*, folder: str, **sizes: int) -> Figures:
         "step": {"bytes": num_bytes, "seconds": statistics.median(alone)},
         "step beside a save": {"bytes": num_bytes, "seconds": statistics.median(beside)},
     }
+
+
+def use_memory(num_bytes: int) -> None:
+    """Fill memory and give it back; in another process, for this one's peak is measured."""
+    subprocess.run([sys.executable, "-c", f"b'1' * {num_bytes}"], check=True)
 
 
 def timed(run: Callable[[], object]) -> float:
@@ -235,6 +247,7 @@ def load(*, folder: str, verify: bool = True, **sizes: int) -> Figures:
     trainer = build(Path(folder), sizes, "--load", f"{folder}/c", *([] if verify else ["--no-verify-checkpoint"]))
     before = peak_memory_bytes(torch.device("cpu"))
     paths = drop_from_cache(Path(folder) / "c" / "iter_0000000")
+    use_memory(sum(path.stat().st_size for path in paths))
     started = time.perf_counter()
     found = choose_checkpoint(trainer.config, trainer.mesh, print)
     assert found is not None

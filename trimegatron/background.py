@@ -23,3 +23,10 @@ class Task(threading.Thread, Generic[T]):
             self.result.append(self.work())
         except BaseException as error:
             self.error = error
+
+    def wait(self) -> T:
+        """What came of it, once it is over; its error is raised."""
+        self.join()
+        if self.error is not None:
+            raise self.error
+        return self.result[0]

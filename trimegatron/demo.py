@@ -47,7 +47,7 @@ CPU = Scale(
     num_processes=2,
     vocab_size=4096,
     flags="""--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 --max-position-embeddings 128
-        --micro-batch-size 8 --global-batch-size 8 --train-iters 1200 --lr 0.003 --min-lr 0.0003 --lr-warmup-iters 60
+        --micro-batch-size 8 --global-batch-size 8 --train-iters 1500 --lr 0.003 --min-lr 0.0003 --lr-warmup-iters 60
         --eval-interval 500 --eval-iters 48 --log-interval 100""",
 )
 

@@ -63,6 +63,8 @@ ROWS = (
     Row("training step of CodeParrot-small, on a GPU", "device-check", "training step", "speed", "nanoGPT compiled",
         parameters=CODEPARROT),
     Row("checkpoint of 110 M parameters, saved", "checkpoint", "save", "time", "the disk alone"),
+    Row("for which training waits with `--async-save`", "checkpoint", "pause of training", "time",
+        "a copy of as many bytes"),
     Row("110 M parameters to Hugging Face", "convert", "to Hugging Face", "time", "a copy of as many bytes",
         ours="trimegatron, from our checkpoint"),
 )  # fmt: skip

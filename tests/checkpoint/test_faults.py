@@ -158,6 +158,14 @@ def look_at(root: Path, newest: int) -> int:
         pytest.param(1, 200, {}, id="200", marks=pytest.mark.long),
         pytest.param(1, 5, {"async_save": True, "keep_last": 2}, id="5 async"),
         pytest.param(2, 40, {"use_distributed_optimizer": True}, id="40 of two ranks", marks=pytest.mark.long),
+        pytest.param(1, 100, {"async_save": True, "keep_last": 2}, id="100 async", marks=pytest.mark.long),
+        pytest.param(
+            2,
+            20,
+            {"async_save": True, "use_distributed_optimizer": True},
+            id="20 async of two ranks",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_kills(world_size: int, kills: int, changes: dict, corpus: Path, tmp_path: Path):

@@ -17,9 +17,11 @@ import shutil
 import time
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from trimegatron.background import Task
 from trimegatron.errors import CheckpointError
 from trimegatron.files import sync_file, sync_folder, write_atomically
 
@@ -64,11 +66,14 @@ def clear_leftovers(root: Path) -> None:
 
 
 def flush_files(folder: Path, paths: Iterable[Path]) -> dict[str, dict[str, Any]]:
-    """Flush written files to the disk; the manifest's entries for them: size and SHA-256 by name."""
+    """Flush written files to the disk, and hash them meanwhile; the manifest's entries for them: size and SHA-256 by
+    name."""
     entries = {}
     for path in sorted(paths):
-        sync_file(path)
+        flush = Task(partial(sync_file, path))
+        flush.start()
         entries[str(path.relative_to(folder))] = {"bytes": path.stat().st_size, "sha256": file_hash(path)}
+        flush.wait()
     return entries
 
 
