@@ -20,6 +20,7 @@ LEVELS: list[set[str]] = [
         "config",
         "errors",
         "files",
+        "background",
         "lazy",
         "safetensors_file",
         "checkpoint.directory",
@@ -28,7 +29,6 @@ LEVELS: list[set[str]] = [
         "data.metadata",
     },
     {
-        "background",
         "store",
         "mesh",
         "collectives",
