@@ -68,7 +68,7 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[], Callable[[], None]], int]] =
     ),
     "a save beside training": (
         {"save_interval": 3, "async_save": True},
-        lambda: before(saver.Snapshot, "on_host", lambda *_: kill_self_and_workers("SIGTERM")),
+        lambda: before(saver.Saver, "save", lambda *_: kill_self_and_workers("SIGTERM")),
         4,
     ),
 }
