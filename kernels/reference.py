@@ -105,8 +105,9 @@ def bias_gelu_backward_with_activation(
 def _causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
     """[queries, keys], True where the key is after the query."""
     # Compiled code makes it where it is used, and its tensors are none to keep.
-    make = _make_causal_mask if torch.compiler.is_compiling() else _kept_causal_mask
-    return make(queries, keys, device)
+    if torch.compiler.is_compiling():
+        return _make_causal_mask(queries, keys, device)
+    return _kept_causal_mask(queries, keys, device)
 
 
 def _make_causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
@@ -120,7 +121,8 @@ def hidden_keys(scores: Tensor, mask: Tensor | None, causal: bool) -> Tensor | N
     """``mask`` and, with ``causal``, the keys after each query: True where the scores do not count."""
     if not causal:
         return mask
-    later = _causal_mask(*scores.shape[-2:], scores.device)
+    queries, keys = scores.shape[-2:]
+    later = _causal_mask(queries, keys, scores.device)
     return later if mask is None else mask | later
 
 

@@ -61,6 +61,7 @@ LEVELS: list[set[str]] = [
         "divergence",
         "garbage",
         "determinism",
+        "allocator",
         "communication",
         "meta_device",
         "stopping",

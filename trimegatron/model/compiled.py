@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from trimegatron.errors import ConfigError
 from trimegatron.model.gpt import GPTStage
@@ -23,19 +24,22 @@ FORMS_OF_A_LAYER = 4
 """Graphs that a layer may have, and room to spare: training, evaluation, each with another sequence length once."""
 
 
-def compile_layers(stages: Iterable[GPTStage], *, backend: str = "inductor") -> None:
+def compile_layers(stages: Iterable[nn.Module], *, backend: str = "inductor") -> None:
     """Let every layer of ``stages`` be compiled when it is first called, for the shapes it is called with.
 
     What cannot be one graph is an error of torch's there, never run in pieces without a word.
     """
-    layers = [layer for stage in stages for layer in stage.layers.values()]
+    layers: list[nn.Module] = []
+    for stage in stages:
+        assert isinstance(stage, GPTStage)
+        layers += stage.layers.values()
     # Graphs of all layers count together, and beyond its limit torch would not compile any more.
     config = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, FORMS_OF_A_LAYER * len(layers))
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, config.recompile_limit)
     for layer in layers:
         # Not the module's own ``compile``, which takes its hooks into the graph.
-        layer.forward = torch.compile(layer.forward, fullgraph=True, dynamic=False, backend=backend)  # type: ignore[method-assign]
+        layer.forward = torch.compile(layer.forward, fullgraph=True, dynamic=False, backend=backend)
 
 
 def check_compiler(device: torch.device) -> None:
