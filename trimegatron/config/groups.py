@@ -155,8 +155,8 @@ class TrainingConfig(Options):
     )
     compile: bool = option(
         False,
-        "ours. Compile each layer with torch.compile: a slower first step, faster ones after it. On a CPU it needs a "
-        "C++ compiler; on a GPU it has not been timed",
+        "ours. Compile each layer with torch.compile, which takes its time in the first step; measure whether it pays: "
+        "on a CPU, where it needs a C++ compiler, it was within the noise, on a GPU it has not been timed",
     )
     device: str = option("auto", "ours. auto: cuda where there is one", choices=("auto", "cpu", "cuda"))
 
