@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-from trimegatron.allocator import keep_freed_memory
 from trimegatron.bench.models import gpt2_spec
 from trimegatron.bench.results import OURS, Result
 from trimegatron.bench.rounds import compare_losses, start, take_turns
@@ -80,10 +79,6 @@ class StepBenchConfig(Options):
     )
     compile_backend: str = option("inductor", "what torch.compile compiles with")
     threads: int = option(None, "threads of each, on a CPU", derived="the machine's cores", minimum=1)
-    keep_memory: bool = option(
-        False, "C's allocator keeps freed memory, as in `trimegatron train` on a CPU; for all variants, though the "
-        "others' users would have to ask for it"
-    )  # fmt: skip
     rounds: int = option(5, "how often they take turns", minimum=1)
     steps: int = option(6, "steps in a turn; the first is not timed", minimum=2)
     dry_run: bool = option(False, "walk through on the CPU at a tiny size; the figures say nothing of the real one")
@@ -144,10 +139,6 @@ def results(config: StepBenchConfig) -> Iterator[Result]:
         config = dataclasses.replace(config, **SMALL_FORM)
     spec, device = config.spec, config.spec.device
     torch.set_num_threads(config.threads or os.cpu_count() or 1)
-    if config.keep_memory:
-        if not keep_freed_memory():
-            raise UserError("--keep-memory needs glibc, and no MALLOC_… or GLIBC_TUNABLES in the environment")
-        print("C's allocator keeps freed memory, for all variants")
     batch, weights = Batch.random(spec, config.micro_batch_size), initial_weights(spec)
     made = makers(spec, weights, batch, compile_backend=config.compile_backend)
     contenders = start({name: made[name] for name in VARIANTS if name in config.variants}, device=device)
@@ -155,6 +146,6 @@ def results(config: StepBenchConfig) -> Iterator[Result]:
         raise UserError("the GPU's memory does not hold our own step. Give a smaller --micro-batch-size")
     print(compare_losses(contenders, dtype=spec.dtype, drops=config.dropout > 0.0))
     take_turns(contenders, device=device, rounds=config.rounds, steps=config.steps)
-    found = StepReport(config.name, spec, config.micro_batch_size, contenders, config.keep_memory)
+    found = StepReport(config.name, spec, config.micro_batch_size, contenders)
     print("\n".join(found.lines()))
     yield from found.results()

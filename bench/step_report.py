@@ -37,8 +37,6 @@ class StepReport:
     spec: GPTSpec
     micro_batch_size: int
     variants: Contenders
-    keeps_memory: bool = False
-    """C's allocator keeps what is freed."""
 
     @property
     def seq_length(self) -> int:
@@ -67,8 +65,6 @@ class StepReport:
         """What times depend on."""
         spec = self.spec
         on_cpu: dict[str, Parameter] = {"threads": torch.get_num_threads()} if spec.device.type == "cpu" else {}
-        if self.keeps_memory:
-            on_cpu["allocator"] = "keeps freed memory"
         return on_cpu | {
             "num_layers": spec.num_layers,
             "hidden_size": spec.hidden_size,

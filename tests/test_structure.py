@@ -61,7 +61,6 @@ LEVELS: list[set[str]] = [
         "divergence",
         "garbage",
         "determinism",
-        "allocator",
         "communication",
         "meta_device",
         "stopping",

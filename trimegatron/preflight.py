@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 
-from trimegatron.allocator import keep_freed_memory
 from trimegatron.checkpoint.directory import checkpoints
 from trimegatron.checkpoint.resume import is_save_folder
 from trimegatron.config import Config, ExplainedConfig
@@ -40,8 +39,6 @@ def prepare(command: ExplainedConfig) -> tuple[Config, Tokenizer, torch.device, 
     if config.training.compile:
         check_compiler(device)
     set_threads(device)
-    if device.type == "cpu":
-        keep_freed_memory()
     notes = list(command.notes)
     if config.training.deterministic_mode:
         notes.append(make_deterministic(device))
