@@ -21,7 +21,6 @@ from trimegatron.bench.nano_gpt import NanoGPT
 from trimegatron.convert.gpt2 import to_gpt2
 from trimegatron.data_parallel.buffer import ParameterBuffer
 from trimegatron.lazy import in_memory
-from trimegatron.model.compiled import compile_layers
 from trimegatron.model.gpt import GPTStage
 from trimegatron.model.init import initialize
 from trimegatron.model.spec import GPTSpec
@@ -76,12 +75,9 @@ def initial_weights(spec: GPTSpec) -> Weights:
     return {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
 
 
-def ours(spec: GPTSpec, weights: Weights, batch: Batch, *, compile_backend: str | None = None) -> Variant:
-    """The step as the trainer makes it; ``spec.kernels`` says with what. With ``compile_backend`` that of
-    ``--compile``."""
+def ours(spec: GPTSpec, weights: Weights, batch: Batch) -> Variant:
+    """The step as the trainer makes it; ``spec.kernels`` says with what."""
     model = GPTStage(spec, range(spec.num_layers)).train()
-    if compile_backend is not None:
-        compile_layers([model], backend=compile_backend)
     for name, parameter in model.named_parameters():
         parameter.data.copy_(weights[name])
     buffer = ParameterBuffer(model.named_parameters(), grad_dtype=torch.float32)
@@ -99,8 +95,7 @@ def ours(spec: GPTSpec, weights: Weights, batch: Batch, *, compile_backend: str 
         held = [buffer.params, buffer.grads, optimizer.exp_avg, optimizer.exp_avg_sq]
         return held if optimizer.low_precision is None else [*held, optimizer.master]
 
-    is_compiled = compile_backend is not None
-    return Variant(forward, partial(update, optimizer), state, masks="trimegatron", is_compiled=is_compiled)
+    return Variant(forward, partial(update, optimizer), state, masks="trimegatron")
 
 
 def transformers(spec: GPTSpec, weights: Weights, batch: Batch, *, compile_backend: str | None = None) -> Variant:
@@ -187,7 +182,6 @@ def makers(
     references = dataclasses.replace(spec, kernels="reference")
     return {
         "trimegatron": partial(ours, spec, weights, batch),
-        "trimegatron compiled": partial(ours, spec, weights, batch, compile_backend=compile_backend),
         "trimegatron references": partial(ours, references, weights, batch),
         "transformers": partial(transformers, spec, weights, batch),
         "transformers compiled": partial(transformers, spec, weights, batch, compile_backend=compile_backend),

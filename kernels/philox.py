@@ -105,8 +105,7 @@ def _keep_rows(
     group = torch.arange(blocks * span // 8, device=position.device)
     threshold = dropout_threshold(p)
     keep = torch.empty(len(position), blocks * span, dtype=torch.bool, device=position.device)
-    # Compiled code needs no cache between operators, and would have a copy of itself for each chunk.
-    step = max(1, len(position) if torch.compiler.is_compiling() else _CHUNK // max(1, len(group)))
+    step = max(1, _CHUNK // max(1, len(group)))
     for start in range(0, len(position), step):
         part = slice(start, start + step)
         row_sample = sample[part, None]

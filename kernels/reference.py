@@ -102,27 +102,17 @@ def bias_gelu_backward_with_activation(
     return *bias_gelu_backward(dy, x, bias, approximate), bias_gelu_forward(x, bias, approximate)
 
 
+@functools.lru_cache(maxsize=16)
 def _causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
     """[queries, keys], True where the key is after the query."""
-    # Compiled code makes it where it is used, and its tensors are none to keep.
-    if torch.compiler.is_compiling():
-        return _make_causal_mask(queries, keys, device)
-    return _kept_causal_mask(queries, keys, device)
-
-
-def _make_causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
     return torch.ones(queries, keys, dtype=torch.bool, device=device).triu_(keys - queries + 1)
-
-
-_kept_causal_mask = functools.lru_cache(maxsize=16)(_make_causal_mask)
 
 
 def hidden_keys(scores: Tensor, mask: Tensor | None, causal: bool) -> Tensor | None:
     """``mask`` and, with ``causal``, the keys after each query: True where the scores do not count."""
     if not causal:
         return mask
-    queries, keys = scores.shape[-2:]
-    later = _causal_mask(queries, keys, scores.device)
+    later = _causal_mask(*scores.shape[-2:], scores.device)
     return later if mask is None else mask | later
 
 

@@ -35,15 +35,6 @@ def describe(config: Config, mesh: Mesh, spec: GPTSpec, schedule: Schedule, *, n
         )
     if mesh.data.size > 1:
         lines.append(describe_data_parallel(config.parallel, num_buckets))
-    if training.compile:
-        lines.append(
-            "layers are compiled when they are first called: "
-            + (
-                "each by itself, since its dropout masks are its own"
-                if spec.hidden_dropout or spec.attention_dropout
-                else "one graph for all"
-            )
-        )
     path = metrics_path(config)
     lines.append(f"metrics: {path}" if path else "metrics are not written: give --save or --metrics-file")
     return "\n".join(lines)

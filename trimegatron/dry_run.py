@@ -84,8 +84,6 @@ def dry_run(command: ExplainedConfig) -> None:
     if launched_world_size() > 1:
         raise ConfigError("--dry-run is one process. Start it without torchrun, with --world-size N")
     config, notes = assume_vocabulary(command.config)
-    if config.training.compile:
-        notes.append("--compile is left out: what compiled layers keep for backward is not counted here")
     for note in (*command.notes, *notes):
         print(f"note: {note}")
     parallel, training = config.parallel, config.training
@@ -165,9 +163,9 @@ def without_files(config: Config) -> Config:
     is what the kernels keep, also where a CPU or --kernels reference is asked for: the references look at values.
 
     Every step is one of the full global batch: a ramp's first ones keep and send less."""
-    training: dict[str, Any] = {"compile": False}
+    training: dict[str, Any] = {}
     if config.training.rampup_batch_size is not None:
-        training |= {"rampup_batch_size": None, "train_iters": None}  # the latter follows from the samples
+        training = {"rampup_batch_size": None, "train_iters": None}  # the latter follows from the samples
     return dataclasses.replace(
         config,
         training=dataclasses.replace(config.training, **training),

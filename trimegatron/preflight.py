@@ -17,7 +17,6 @@ from trimegatron.determinism import make_deterministic
 from trimegatron.errors import ConfigError
 from trimegatron.kernels.functional import MAX_HEAD_SIZE
 from trimegatron.mesh import select_device
-from trimegatron.model.compiled import check_compiler
 from trimegatron.tensor_parallel.embedding import padded_vocab_size
 from trimegatron.tokenizer import Tokenizer, build_tokenizer
 
@@ -36,8 +35,6 @@ def prepare(command: ExplainedConfig) -> tuple[Config, Tokenizer, torch.device, 
     check_outputs(config)
     device = select_device(config.training.device)
     check_kernels(config, device)
-    if config.training.compile:
-        check_compiler(device)
     set_threads(device)
     notes = list(command.notes)
     if config.training.deterministic_mode:

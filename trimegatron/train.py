@@ -28,7 +28,6 @@ from trimegatron.kernel_table import use_kernel_table
 from trimegatron.mesh import Mesh, close_mesh, init_mesh, launched_world_size
 from trimegatron.metrics import Interval, MetricsWriter
 from trimegatron.model.build import build_model, model_spec, wait_for_parameters
-from trimegatron.model.compiled import compile_layers
 from trimegatron.model.gpt import GPTChunks
 from trimegatron.optim.adamw import FlatAdamW
 from trimegatron.optim.scaler import DynamicLossScaler, LossScaler
@@ -151,8 +150,6 @@ def build_trainer(
     )
     activity.note("building the model")
     model = build_model(config, mesh)
-    if config.training.compile:
-        compile_layers(model)
     buffer = build_buffer(config, model, mesh)
     optimizer = FlatAdamW(
         buffer,

@@ -113,21 +113,7 @@ def check_config(config: Config) -> None:
         )
     if config.training.skip_train and config.training.eval_iters == 0:
         fail("skip_train", None, "needs --eval-iters above 0", way_out="Say how many global batches to evaluate on.")
-    _check_compile(config)
     _check_supported(config)
-
-
-def _check_compile(config: Config) -> None:
-    """A layer is one graph: no exchange between ranks in it, no mask that layers make for one another."""
-    if not config.training.compile:
-        return
-    tp = config.parallel.tensor_model_parallel_size
-    for is_there, what in (
-        (tp > 1, f"--tensor-model-parallel-size {tp}"),
-        (config.data.reset_attention_mask, "--reset-attention-mask"),
-    ):
-        if is_there:
-            fail("compile", None, f"does not go with {what} yet", way_out="Leave one of the two out.")
 
 
 def _check_shapes(config: Config) -> None:

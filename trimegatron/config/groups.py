@@ -153,11 +153,6 @@ class TrainingConfig(Options):
         False,
         "the same bits from the same command on a GPU too; what is not deterministic there is replaced or refused",
     )
-    compile: bool = option(
-        False,
-        "ours. Compile each layer with torch.compile, which takes its time in the first step; measure whether it pays: "
-        "on a CPU, where it needs a C++ compiler, it was within the noise, on a GPU it has not been timed",
-    )
     device: str = option("auto", "ours. auto: cuda where there is one", choices=("auto", "cpu", "cuda"))
 
     def __post_init__(self) -> None:

@@ -61,10 +61,14 @@ class RowParallelMatmul(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, *args: Any) -> torch.Tensor:
-        # Not one by one: torch.compile (2.13) takes a signature of as many parameters as there are arguments for one
-        # without ``ctx``, and it would count ``*sources`` as one.
-        x, weight, region, remake, *sources = args
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        region: Region,
+        remake: Callable[..., torch.Tensor],
+        *sources: torch.Tensor,
+    ) -> torch.Tensor:
         ctx.save_for_backward(weight, *sources)
         ctx.region, ctx.remake = region, remake
         return region.leave(F.linear(x, weight)).wait()
