@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import signal
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from trimegatron.config.flags import parse
 from trimegatron.config.options import REQUIRED, Options, option
-from trimegatron.errors import CheckpointError, ConfigError, complain
+from trimegatron.errors import CheckpointError, ConfigError, unwind_on_sigterm
 
 if TYPE_CHECKING:
     from trimegatron.convert.source import Source
@@ -91,18 +89,12 @@ def main(argv: list[str]) -> int:
             print(f"  {name:14} {what}")
         print("\ntrimegatron convert FORM --help lists the options of a form.")
         return 0
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, _stop)  # an exception, so that what is half-written goes
+    unwind_on_sigterm("convert")
     try:
         FORMS[argv[0]][0](argv[1:])
     except OSError as error:  # a file that ends or vanishes while it is read, or a full disk
         raise CheckpointError(f"the conversion failed and left nothing behind: {error}") from error
     return 0
-
-
-def _stop(*_: object) -> NoReturn:
-    complain("convert", "terminated", is_error=False)
-    raise SystemExit(143)
 
 
 def to_hf(argv: list[str]) -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import signal
-import threading
 from collections.abc import Sequence
-from typing import NoReturn
 
 from trimegatron.config.flags import parse
+from trimegatron.errors import unwind_on_sigterm
 from trimegatron.preprocess.config import PreprocessConfig
 from trimegatron.preprocess.run import run, say
 
@@ -22,11 +20,6 @@ def main(argv: Sequence[str]) -> int:
     )
     if config.chunk_size is not None:
         say(f"--chunk-size ({config.chunk_size}) has no effect: about a megabyte of lines is handed over at a time.")
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, _stop)  # an exception, so that the run says what can be continued
+    unwind_on_sigterm()  # the run itself says what can be continued
     print(run(config).describe())
     return 0
-
-
-def _stop(*_: object) -> NoReturn:
-    raise SystemExit(143)

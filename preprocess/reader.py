@@ -55,7 +55,7 @@ class Chunk(NamedTuple):
         """
         if not isinstance(self.lines, Span):
             return self.lines
-        with self.path.open("rb", buffering=0) as file:
+        with self.path.open("rb") as file:
             file.seek(self.lines.offset)
             lines = _split(file.read(self.lines.length))
         if len(lines) != len(self.numbers):

@@ -5,12 +5,29 @@ Every message names the field or file, the value, the rule it breaks, and the wa
 
 from __future__ import annotations
 
+import signal
 import sys
+import threading
+from typing import NoReturn
 
 
 def complain(command: str, text: str, *, is_error: bool = True) -> None:
     """One message on standard error, in the form that all commands share."""
     print(f"trimegatron {command}: {'error: ' if is_error else ''}{text}", file=sys.stderr, flush=True)
+
+
+def unwind_on_sigterm(command: str | None = None) -> None:
+    """Make SIGTERM an exception, with exit code 143, so that what is half-written goes, or stays to be continued; it is
+    said for ``command``. Only the main thread can ask for that: from others nothing changes.
+    """
+
+    def stop(*_: object) -> NoReturn:
+        if command is not None:
+            complain(command, "terminated", is_error=False)
+        raise SystemExit(143)
+
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, stop)
 
 
 class UserError(Exception):

@@ -63,7 +63,9 @@ class GPTDataset:
         sequences = self.indices.document_index[first : last + 1].tolist()
         starts = [begin] + [0] * (last - first)
         lengths = [None] * (last - first) + [end + 1 - starts[-1]]
-        return np.concatenate(list(map(self.data.get, sequences, starts, lengths)), dtype=np.int64)
+        sample = np.concatenate(list(map(self.data.get, sequences, starts, lengths)), dtype=np.int64)
+        assert len(sample) == self.seq_length + 1
+        return sample
 
     def __getitems__(self, indices: Sequence[int]) -> np.ndarray:
         """The samples of ``indices``, at least one, in one array int64 [b, L + 1]: a loader's micro-batch.
